@@ -1,0 +1,69 @@
+SHELL := /bin/bash
+.DEFAULT_GOAL := test
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PROTO_VENV := .venv-proto
+PROTOS := $(shell find proto -name '*.proto')
+PROTOC = $(PROTO_VENV)/bin/python -m grpc_tools.protoc -I proto
+
+.PHONY: venv proto proto-check lint format types redis pytest test demo bench soak clean
+
+venv: $(VENV)/.stamp
+
+$(VENV)/.stamp: pyproject.toml constraints.txt
+	@python=$$(.ci/python) && echo "venv: $(VENV) from $$python" \
+		&& { [ -x $(PY) ] || "$$python" -m venv $(VENV); }
+	$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# A venv of its own: the generator needs an older protobuf than the one that runs its output.
+$(PROTO_VENV)/.stamp: pyproject.toml
+	@python=$$(.ci/python) && { [ -x $(PROTO_VENV)/bin/python ] || "$$python" -m venv $(PROTO_VENV); }
+	$(PROTO_VENV)/bin/python -m pip install -q --disable-pip-version-check \
+		$$(sed -n 's/^proto = \["\(.*\)"\]/\1/p' pyproject.toml)
+	@touch $@
+
+proto: $(PROTO_VENV)/.stamp
+	$(PROTOC) --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
+
+proto-check: $(PROTO_VENV)/.stamp
+	@tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT \
+	&& $(PROTOC) --python_out="$$tmp" --pyi_out="$$tmp" --grpc_python_out="$$tmp" $(PROTOS) \
+	&& (cd "$$tmp" && find . -type f) | { status=0; while read -r file; do \
+		diff -u "$$file" "$$tmp/$$file" || status=1; done; \
+		[ $$status -eq 0 ] || echo "proto-check: stubs are stale; run: make proto" >&2; exit $$status; }
+
+lint: venv
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+format: venv
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+types: venv
+	$(VENV)/bin/mypy --strict kvindexd
+
+# Not fatal: the tests that need a Redis server then fail and say so.
+redis:
+	@command -v redis-server >/dev/null || .ci/need redis-server \
+		|| echo "redis: no redis-server; the tests that need one will fail" >&2
+
+pytest: venv redis
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+test: venv proto-check lint types pytest
+
+demo: venv
+	$(PY) -m kvindexd.demo
+
+bench: venv
+	$(VENV)/bin/kvindexd bench $(BENCH_ARGS)
+
+soak: venv
+	$(PY) -m pytest tests/soak $(PYTEST_ARGS)
+
+clean:
+	rm -rf $(VENV) $(PROTO_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
