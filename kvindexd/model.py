@@ -63,6 +63,14 @@ class Plane(NamedTuple):
     entry: int
 
 
+class Slot(NamedTuple):
+    """Where copies are counted: a tier, a group, and the entry size in tokens."""
+
+    tier: int
+    group: int
+    size: int
+
+
 class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
     """What one KV-cache group of a worker rank has shown of itself."""
 
@@ -78,6 +86,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """All that scoring must know of a worker rank besides its bits; learned from its events.
 
     `planes[i]` names plane id i of this rank's mutations; the list only grows within an epoch.
+    `slots[i]` names slot id i of this rank's block records, likewise.
     `unit`: tokens per chain unit. `lookahead`: tokens beyond a block that its hash covers.
     `pairs`: token_ids came as pairs (EAGLE under SGLang). `unlocated`: blocks of auxiliary groups
     that are held but could not be placed, so that an answer may be too low.
@@ -88,6 +97,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     pairs: bool = False
     groups: tuple[GroupInfo, ...] = ()
     planes: tuple[Plane, ...] = ()
+    slots: tuple[Slot, ...] = ()
     unlocated: int = 0
 
 

@@ -229,7 +229,7 @@ def _stored(e: _Stored) -> Event:
         parent=None if e.parent_block_hash is None else _hash(e.parent_block_hash),
         tokens=tokens,
         block_size=size if size is not None and size > 0 else 0,
-        lora_id=_lora_id(e.lora_id),
+        lora_id=e.lora_id,
         lora_name=name,
         cache_salt=salt,
         extra_keys=_no_empty(e.extra_keys),
@@ -308,13 +308,6 @@ def _adapter(e: _Stored) -> tuple[str | None, str | None]:
     if salt is not None and not isinstance(salt, str):
         raise _Invalid("bad_field", f"cache_salt: expected text, got {type(salt).__name__}")
     return value or None, salt or None
-
-
-def _lora_id(value: int | str | None) -> int | None:
-    if value is None or isinstance(value, int):
-        return value
-    # A textual id names a namespace just as well; fold it into a number that no query reaches.
-    return int.from_bytes(value.encode()[:16].ljust(16, b"\0"), "big") | 1 << 128
 
 
 def _lookahead(
