@@ -230,8 +230,8 @@ class Residency:
             if is_new:
                 holdings.bind(engine_hash, block)
             self._credit_bound(engine_hash, block, slot, event)
-        self.placer.extend(event, place, self.unit, dense=True)
-        self._arrived(engine_hash for engine_hash, _, is_new in blocks if is_new)
+        finer = self.placer.extend(event, place, self.unit, dense=True)
+        self._arrived([*(h for h, _, is_new in blocks if is_new), *finer])
 
     def _sparse_main(self, event: BlockStored, place: Place, slot: int, now: float) -> None:
         self.counters["sparse"] += 1

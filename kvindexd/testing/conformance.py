@@ -175,11 +175,11 @@ class Capture:
             )
             if step.get("unpublished_events") or step.get("unpublished_tier_events"):
                 continue
+            if self.prompts[prompt].get("embeds"):
+                continue  # a prompt given by embeddings cannot be asked for by its tokens
             yield self._probe(workers[name], name, prompt, *last[prompt])
 
     def _probe(self, worker: Worker, name: str, prompt: str, value: Any, tier: Any) -> Probe:
-        if self.prompts[prompt].get("embeds"):
-            value = {"hit": 0}  # a prompt by embeddings cannot be asked for
         if "match_all" in value:
             hit = value["hit"] + value.get("host_hit", 0)
             return Probe(name, prompt, hit, False, None, "full_kv" in value)
