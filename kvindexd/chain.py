@@ -60,7 +60,7 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
 
 
 def item_extras(items: Iterable[Item], unit: int) -> dict[int, bytes]:
-    """Unit index -> extras bytes, for items by absolute start; each enters the unit it begins in."""
+    """Unit index -> extras bytes; an item (absolute start) enters the unit it begins in."""
     per_unit: dict[int, list[tuple[int, str]]] = {}
     for identifier, start in items:
         if start >= 0:
@@ -119,7 +119,9 @@ def prompt_keys(
     return extend(root_key(lora_name, cache_salt), packed, unit, item_extras(items, unit))
 
 
-def prompt_lookahead(tokens: Sequence[int] | bytes, keys: Sequence[int], unit: int = UNIT) -> list[int]:
+def prompt_lookahead(
+    tokens: Sequence[int] | bytes, keys: Sequence[int], unit: int = UNIT
+) -> list[int]:
     """Per unit boundary the lookahead name over the one next token; 0 where there is none."""
     packed = tokens if isinstance(tokens, bytes) else pack_tokens(tokens)
     names = []
@@ -181,9 +183,7 @@ def _is_item(part: Any) -> bool:
     )
 
 
-def block_extras(
-    blocks: Mapping[int, BlockExtras], block_size: int, unit: int
-) -> dict[int, bytes]:
+def block_extras(blocks: Mapping[int, BlockExtras], block_size: int, unit: int) -> dict[int, bytes]:
     """Unit index -> extras bytes for the blocks of one event, by block index.
 
     Items enter the unit where they begin; negative starts have entered earlier. Opaque parts

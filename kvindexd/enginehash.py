@@ -127,7 +127,11 @@ def hash_blocks(sizes: Iterable[int]) -> list[int]:
 
 
 def identify(
-    hashes: Sequence[EngineHash], block_size: int, tokens: bytes, at_root: bool, sizes: Iterable[int]
+    hashes: Sequence[EngineHash],
+    block_size: int,
+    tokens: bytes,
+    at_root: bool,
+    sizes: Iterable[int],
 ) -> Verified | None:
     """The function that made `hashes` of a dense event without extras, or None.
 

@@ -1,4 +1,4 @@
-"""The vocabulary that ingest, store, replica and scoring share: workers, tiers, planes, mutations."""
+"""What ingest, store, replica and scoring all speak of: workers, tiers, planes, mutations."""
 
 from __future__ import annotations
 

@@ -26,12 +26,7 @@ class Membership(NamedTuple):
 
     def holds(self, packed: int) -> bool:
         """Whether a name with these packed counts is held in the plane."""
-        if not self.complete:
-            return False
-        for shift in self.shifts:
-            if not (packed >> shift) & COUNT_MASK:
-                return False
-        return True
+        return self.complete and all((packed >> shift) & COUNT_MASK for shift in self.shifts)
 
 
 def memberships(groups: Sequence[GroupInfo], slots: Sequence[Slot]) -> list[Membership | None]:

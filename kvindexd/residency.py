@@ -6,75 +6,21 @@ written once, here or in the piece that it names.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 
-import msgspec
-
 from kvindexd import chain
-from kvindexd.groups import (
-    MAIN_KINDS,
-    NO_GROUP,
-    ABSENT,
-    Catalogue,
-    Group,
-    Treatment,
-    tier_of,
-)
-from kvindexd.holdings import Holdings
-from kvindexd.model import BatchDelta, EngineHash, GroupInfo, Profile, Tier
-from kvindexd.placing import Place, Placer
-from kvindexd.records import UNBOUND, Block, field_of, hash_of, pack, unpack
-from kvindexd.waiting import WaitingRoom
+from kvindexd.groups import ABSENT, NO_GROUP, Group, Treatment, tier_of
+from kvindexd.model import BatchDelta, EngineHash, Tier
+from kvindexd.placing import Place
+from kvindexd.rank_state import Options, RankState
+from kvindexd.records import UNBOUND
 from kvindexd.wire.events import AllBlocksCleared, Batch, BlockRemoved, BlockStored, Rejected
 
-
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What an operator may set for one worker rank; times in seconds, limits in entries."""
-
-    treat_as: dict[str, str] = {}
-    reports_reuse: bool = False
-    unbound_ttl: float = 60.0
-    bindings: int = 4_000_000
-    parked: int = 10_000
-    parked_age: float = 300.0
+__all__ = ["Options", "Residency"]
 
 
-class SavedState(msgspec.Struct, kw_only=True):
-    """What a rank's next process needs besides the profile and the block records."""
-
-    sizes: dict[int, list[int]] = {}
-    seen_extras: bool = False
-    hash_function: tuple[str, int, bool] | None = None
-    sglang: bool = False
-
-
-class Residency:
-    """State of one worker rank.
-
-    `counters` grows by name for everything that was dropped, filtered or parked. `needs_replay`
-    is set when the chain unit fell and all claims had to go: only a replay brings them back.
-    """
-
-    def __init__(self, options: Options | None = None) -> None:
-        self.options = options or Options()
-        self.catalogue = Catalogue(self.options.treat_as)
-        self.holdings = Holdings(self._infos)
-        self.waiting = WaitingRoom(self.options.parked, self.options.parked_age)
-        self.placer = Placer(self.holdings)
-        self.counters: Counter[str] = Counter()
-        self.unit = chain.UNIT
-        self.lookahead = 0
-        self.pairs = False
-        self.seen_extras = False
-        self.needs_replay = False
-        self._unbound: dict[EngineHash, float] = {}
-        self._listed: dict[EngineHash, list[EngineHash]] = {}
-        self._cleared = False
-        self._saved: tuple[bytes, bytes] = (b"", b"")
-
-    def _infos(self) -> tuple[GroupInfo, ...]:
-        return self.catalogue.infos()
+class Residency(RankState):
+    """The rules by which one worker rank's events change its state."""
 
     # -- a batch ------------------------------------------------------------------------------
 
@@ -215,7 +161,9 @@ class Residency:
         self.counters["orphans"] += 1
         for engine_hash in event.hashes:
             self._credit(engine_hash, slot, event, now)
-        dropped = self.waiting.park(event, now)
+        if event.parent is None:
+            return
+        dropped = self.waiting.park(event.parent, event, now)
         if dropped:
             self.counters["dropped:parked_overflow"] += dropped
 
@@ -306,30 +254,7 @@ class Residency:
         for engine_hash in event.hashes:
             self._credit(engine_hash, slot, event, now)
 
-    # -- copies -------------------------------------------------------------------------------
-
-    def _credit(self, engine_hash: EngineHash, slot: int, event: BlockStored, now: float) -> None:
-        """One more copy, where the hash is bound or in the waiting room."""
-        block = self.holdings.blocks.get(engine_hash)
-        if block is not None:
-            self._credit_bound(engine_hash, block, slot, event)
-            return
-        key = self.holdings.slots[slot]
-        if not (self._is_repeat(event) and self.waiting.count(engine_hash, key)):
-            self.waiting.add(engine_hash, key, now)
-
-    def _credit_bound(
-        self, engine_hash: EngineHash, block: Block, slot: int, event: BlockStored
-    ) -> None:
-        if self._is_repeat(event) and self.holdings.count(block, slot):
-            self.counters["reannounced"] += 1
-            return
-        self.holdings.add(engine_hash, block, slot)
-
-    def _is_repeat(self, event: BlockStored) -> bool:
-        """Rule 5: where an engine announces reused blocks again, a store of a held block cannot
-        be told from a second copy; not counting it under-reports at worst."""
-        return event.reused or self.options.reports_reuse
+    # -- arrivals -----------------------------------------------------------------------------
 
     def _arrived(self, hashes: Iterable[EngineHash]) -> None:
         """Newly bound hashes: what waited for them moves in, and so do their children."""
@@ -382,27 +307,6 @@ class Residency:
             if not self._remove_one(engine_hash, tier, group.idx, left):
                 self.counters["unknown_removes"] += 1
 
-    def _remove_one(self, engine_hash: EngineHash, tier: int, group: int, left: int | None) -> bool:
-        block = self.holdings.blocks.get(engine_hash)
-        if block is not None:
-            holdings = self.holdings
-            slots = [
-                (key.size, i)
-                for i, key in enumerate(holdings.slots)
-                if key.tier == tier and key.group == group and holdings.count(block, i)
-            ]
-            if slots:
-                slot = max(slots)[1]
-                n = 1 if left is None else holdings.count(block, slot) - left
-                holdings.drop(engine_hash, block, slot, n)
-                return True
-        if engine_hash in self._listed:
-            for unbound in self._listed.pop(engine_hash):
-                self._unbound.pop(unbound, None)
-                self.holdings.forget(unbound)
-            return True
-        return self.waiting.remove(engine_hash, tier, group, left)
-
     # -- clears -------------------------------------------------------------------------------
 
     def _clear(self, *, first: bool) -> None:
@@ -416,124 +320,6 @@ class Residency:
         self.holdings.drop_tiers(below)
         self.waiting.drop_tiers(below)
 
-    def reset(self, *, incarnation: bool = False) -> None:
-        """Forget every claim and binding; with `incarnation`, what the engine has shown too."""
-        self.holdings.clear()
-        self.waiting.clear()
-        self._unbound.clear()
-        self._listed.clear()
-        self._cleared = True
-        if incarnation:
-            self.catalogue = Catalogue(self.options.treat_as)
-            self.holdings = Holdings(self._infos)
-            self.placer = Placer(self.holdings)
-            self.unit, self.lookahead, self.pairs = chain.UNIT, 0, False
-            self.seen_extras = False
-
-    def _expire(self, now: float) -> None:
-        orphans, unplaced = self.waiting.expire(now)
-        if orphans:
-            self.counters["dropped:parked_expired"] += orphans
-        if unplaced:
-            self.counters["dropped:unplaced_expired"] += unplaced
-        while self._unbound:
-            pseudo, until = next(iter(self._unbound.items()))
-            if until > now:
-                break
-            del self._unbound[pseudo]
-            self.holdings.forget(pseudo)
-            self.counters["unbound_expired"] += 1
-        if not self._unbound:
-            self._listed.clear()
-
-    # -- what the store keeps -----------------------------------------------------------------
-
-    def profile(self) -> Profile:
-        """What scoring must know of this rank."""
-        held_back = sum(
-            1
-            for entry in self.waiting.unplaced.values()
-            if any(self._is_auxiliary(slot.group) for slot in entry.copies)
-        )
-        return Profile(
-            unit=self.unit,
-            lookahead=self.lookahead,
-            pairs=self.pairs,
-            groups=self._infos(),
-            planes=tuple(self.holdings.planes),
-            slots=tuple(self.holdings.slots),
-            unlocated=held_back,
-        )
-
-    def _is_auxiliary(self, group: int) -> bool:
-        known = self.catalogue.groups.get(group)
-        return known is not None and known.treated_as is Treatment.AUXILIARY
-
-    def take_delta(self, *, seq: int, ts: float, digest: int) -> BatchDelta:
-        """All changes since the last call, ready for one atomic write."""
-        blocks, dirty = self.holdings.blocks, self.holdings.dirty
-        written = {field_of(h): pack(blocks[h]) if h in blocks else None for h in dirty}
-        profile, state = self._encoded()
-        delta = BatchDelta(
-            seq=seq,
-            ts=ts,
-            digest=digest,
-            clear=self._cleared,
-            blocks=written,
-            parked=self.waiting.drain_changes(),
-            mutations=bytes(self.holdings.mutations),
-            profile=profile if profile != self._saved[0] or self._cleared else None,
-            state=state if state != self._saved[1] or self._cleared else None,
-            counters=dict(self.counters),
-            tier_blocks=self.tier_blocks(),
-        )
-        self._saved = (profile, state)
-        self._cleared = False
-        self.counters.clear()
-        self.holdings.settle()
-        return delta
-
-    def tier_blocks(self) -> tuple[int, int, int, int]:
-        """Blocks per tier as operators count them: the main groups', each once."""
-        return self.holdings.tier_blocks(
-            {g.kind for g in self.catalogue.by_treatment(Treatment.MAIN)} or MAIN_KINDS
-        )
-
-    def _encoded(self) -> tuple[bytes, bytes]:
-        profile = self.profile()
-        quiet = tuple(msgspec.structs.replace(g, stores=0) for g in profile.groups)
-        saved = SavedState(
-            sizes={g.idx: sorted(g.sizes) for g in self.catalogue.groups.values()},
-            seen_extras=self.seen_extras,
-            hash_function=self.placer.saved(),
-            sglang=self.placer.sglang,
-        )
-        profile = msgspec.structs.replace(profile, groups=quiet)
-        return msgspec.msgpack.encode(profile), msgspec.msgpack.encode(saved)
-
-    def restore(
-        self,
-        profile: Profile,
-        state: bytes | None,
-        blocks: Iterable[tuple[bytes, bytes]],
-        parked: Iterator[tuple[bytes, bytes]],
-    ) -> None:
-        """Take over what an earlier process had written, on a fresh instance."""
-        saved = msgspec.msgpack.decode(state, type=SavedState) if state else SavedState()
-        self.catalogue.restore(profile.groups, saved.sizes)
-        self.unit, self.lookahead, self.pairs = profile.unit, profile.lookahead, profile.pairs
-        self.seen_extras = saved.seen_extras
-        self.placer.restore(saved.hash_function, saved.sglang)
-        self.holdings.load(profile.slots, profile.planes)
-        for field, record in blocks:
-            engine_hash = hash_of(field)
-            self.holdings.load_block(engine_hash, unpack(record))
-            if isinstance(engine_hash, bytes) and engine_hash.startswith(UNBOUND):
-                self._unbound[engine_hash] = 0.0
-        self.waiting.load(parked)
-        self.holdings.settle()
-        self._saved = self._encoded()
-
 
 def _segments(events: Iterable[object]) -> Iterator[tuple[list[object], bool]]:
     """Events between clears; True with each run that a clear follows."""
@@ -545,5 +331,3 @@ def _segments(events: Iterable[object]) -> Iterator[tuple[list[object], bool]]:
         else:
             run.append(event)
     yield run, False
-
-

@@ -25,6 +25,7 @@ class Orphan(msgspec.Struct):
 
     number: int
     at: float
+    parent: EngineHash
     event: BlockStored
 
 
@@ -52,13 +53,12 @@ class WaitingRoom:
 
     # -- orphans ------------------------------------------------------------------------------
 
-    def park(self, event: BlockStored, now: float) -> int:
+    def park(self, parent: EngineHash, event: BlockStored, now: float) -> int:
         """Keep an event until its parent is bound; returns how many older ones had to go."""
-        assert event.parent is not None
         number = self._next
         self._next += 1
-        self._orphans[number] = Orphan(number, now, event)
-        self._by_parent.setdefault(event.parent, []).append(number)
+        self._orphans[number] = Orphan(number, now, parent, event)
+        self._by_parent.setdefault(parent, []).append(number)
         self.changed.add(_orphan_field(number))
         return self._trim_orphans(now)
 
@@ -77,13 +77,11 @@ class WaitingRoom:
             if len(self._orphans) <= self._limit and now - oldest.at <= self._max_age:
                 break
             del self._orphans[number]
-            parent = oldest.event.parent
-            assert parent is not None
-            rest = [n for n in self._by_parent[parent] if n != number]
+            rest = [n for n in self._by_parent[oldest.parent] if n != number]
             if rest:
-                self._by_parent[parent] = rest
+                self._by_parent[oldest.parent] = rest
             else:
-                del self._by_parent[parent]
+                del self._by_parent[oldest.parent]
             self.changed.add(_orphan_field(number))
             gone += 1
         return gone
@@ -185,16 +183,16 @@ class WaitingRoom:
             at, body = msgspec.msgpack.decode(record, type=tuple[float, msgspec.Raw])
             if field.startswith(_ORPHAN):
                 number = int.from_bytes(field[1:], "big")
-                orphans.append(Orphan(number, at, _event_decoder.decode(body)))
+                event = _event_decoder.decode(body)
+                if event.parent is not None:
+                    orphans.append(Orphan(number, at, event.parent, event))
             else:
                 counts = msgspec.msgpack.decode(body, type=list[tuple[int, int, int, int]])
                 slots = {Slot(t, g, size): n for t, g, size, n in counts}
                 unplaced.append((at, hash_of(field[1:]), slots))
         for orphan in sorted(orphans, key=lambda o: o.number):
             self._orphans[orphan.number] = orphan
-            parent = orphan.event.parent
-            assert parent is not None
-            self._by_parent.setdefault(parent, []).append(orphan.number)
+            self._by_parent.setdefault(orphan.parent, []).append(orphan.number)
             self._next = orphan.number + 1
         for at, engine_hash, slots in sorted(unplaced, key=lambda u: u[0]):
             self.unplaced[engine_hash] = Unplaced(at, slots)

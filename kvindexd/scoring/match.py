@@ -117,9 +117,7 @@ def match(
             reach.append(np.maximum(reach[-1], _reusable(view, tokens)))
     specs = geometry.main + geometry.auxiliary
     limits = tuple(_last(_valid(view, s, tokens), geometry.alignment) for s in specs)
-    return Match(
-        matched, reach[2], (reach[0], reach[1] - reach[0], reach[2] - reach[1]), limits
-    )
+    return Match(matched, reach[2], (reach[0], reach[1] - reach[0], reach[2] - reach[1]), limits)
 
 
 def _cap(geometry: Geometry, tokens: int) -> int:
@@ -186,7 +184,7 @@ def _valid(view: _View, spec: Spec, tokens: int) -> Bools:
     held = view.entries(spec, size)
     full = _valid_full(held, spec, ends, geometry.options.chunk_size)
     whole = (ends % size == 0)[:, None]
-    out = full & whole
+    out: Bools = np.asarray(full & whole)
     for entry in spec.partial:
         out |= ~whole & _valid_partial(view.entries(spec, entry), spec, ends, entry, held)
     return out

@@ -1,4 +1,4 @@
-"""Play recordings of real engines through wire, residency and scoring, against the engine's answers.
+"""Play recordings of real engines through wire, residency and scoring, against their answers.
 
     python -m kvindexd.testing.conformance CAPTURE...
 
@@ -78,9 +78,10 @@ class SetPresence:
 
     def held(self, plane: Plane, entry: int) -> Bools | None:
         """[entries, 1]: which names of the query this worker holds."""
-        assert self._query is not None
+        if self._query is None or plane not in self.names:
+            return None
         names = self._query.names(self.profile.unit, self.profile.lookahead, entry)
-        if names is None or plane not in self.names:
+        if names is None:
             return None
         have = self.names[plane]
         return np.array([n in have for n in names.tolist()], bool).reshape(-1, 1)
@@ -224,8 +225,8 @@ def run(capture: Capture, *, hybrid: bool, verbose: bool = False) -> Result:
         over += reusable > probe.reusable
         under += reusable < probe.reusable
         if probe.matched is not None:
-            cap = (query.tokens - 1) // worker.align * worker.align
-            wrong += min(matched, cap) != probe.matched
+            cap = query.tokens - 1
+            wrong += min(matched, cap) // worker.align * worker.align != probe.matched
         if verbose and reusable != probe.reusable:
             print(
                 f"  {capture.name} {probe.worker} seq {worker.last_seq} {probe.prompt}: "
@@ -267,9 +268,7 @@ def _print_table(rows: Mapping[str, Mapping[str, Mapping[str, int]]]) -> None:
 
 
 def _row(name: str, n: list[int]) -> str:
-    return (
-        f"{name:34} {n[0]:6} {n[1]:6} {n[2]:5} {n[3]:5} {n[4]:8} | {n[5]:14} {n[6]:5} {n[7]:5}"
-    )
+    return f"{name:34} {n[0]:6} {n[1]:6} {n[2]:5} {n[3]:5} {n[4]:8} | {n[5]:14} {n[6]:5} {n[7]:5}"
 
 
 if __name__ == "__main__":

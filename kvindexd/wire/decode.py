@@ -109,7 +109,9 @@ def decode_batch(payload: bytes) -> Batch:
         pass
     else:
         if math.isfinite(fast.ts):
-            return Batch(fast.ts, [_convert(e) for e in fast.events], _number(fast.data_parallel_rank))
+            return Batch(
+                fast.ts, [_convert(e) for e in fast.events], _number(fast.data_parallel_rank)
+            )
     ts_raw, events_raw, rank_raw = _split(payload)
     try:
         raws = _events.decode(events_raw)

@@ -80,7 +80,7 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared | Rejected
 
 
 class Batch(msgspec.Struct):
-    """One decoded payload: the engine's clock in seconds, its events in order, the rank it names."""
+    """One decoded payload: engine clock in seconds, events in order, the rank it names."""
 
     ts: float
     events: list[Event]
