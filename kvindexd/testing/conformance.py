@@ -136,8 +136,8 @@ class Capture:
         segments = {s["name"]: s["tokens"] for s in truth if s["type"] == "segment"}
         self.steps = [s for s in truth if s["type"] == "step"]
         self.prompts = {p["name"]: p for p in truth if p["type"] == "prompt"}
-        self._queries = {n: _query(p, segments) for n, p in self.prompts.items()}
-        self.tokens = {n: q.tokens for n, q in self._queries.items()}
+        self.packed = {n: _packed(p, segments) for n, p in self.prompts.items()}
+        self._queries = {n: _query(p, self.packed[n]) for n, p in self.prompts.items()}
 
     def query(self, prompt: str) -> Query:
         """The prompt as a query."""
@@ -201,11 +201,14 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in f]
 
 
-def _query(prompt: Mapping[str, Any], segments: Mapping[str, list[int]]) -> Query:
-    tokens = [t for s in prompt["segs"] for t in segments[s]]
+def _packed(prompt: Mapping[str, Any], segments: Mapping[str, list[int]]) -> bytes:
+    return chain.pack_tokens([t for s in prompt["segs"] for t in segments[s]])
+
+
+def _query(prompt: Mapping[str, Any], packed: bytes) -> Query:
     lora = prompt.get("lora")
     return Query(
-        chain.pack_tokens(tokens),
+        packed,
         lora_name=(lora[0] if lora else "") or prompt.get("lora_name") or "",
         cache_salt=prompt.get("salt") or prompt.get("cache_salt") or "",
         items=[chain.Item(m[0], m[1]) for m in prompt.get("mm") or []],

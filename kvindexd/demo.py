@@ -1,0 +1,245 @@
+"""`make demo`: a recorded hybrid model's stream, two workers, and what each answer would cost.
+
+Starts `kvindexd serve` with the embedded store, publishes what a real vLLM emitted (24 MLA and 69
+linear-attention layers make four KV-cache groups) over real ZMQ sockets as two workers, scores a
+few prompts over gRPC, and prints what kvindexd answers beside the attention-only answer, the
+naive (unfiltered) one, and what the engine itself would reuse.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import zmq
+from rich.console import Console
+from rich.table import Table
+
+from kvindexd import chain
+from kvindexd.testing.conformance import Capture
+from kvindexd.v1 import index_pb2 as pb
+from kvindexd.v1 import index_pb2_grpc as rpc
+from kvindexd.wire import BlockStored, decode_batch
+
+CAPTURE = Path(__file__).parent / "testing" / "data" / "c_kimi768_default"
+MODEL = "kimi-like"
+FRAMES = {"worker-0": 2, "worker-1": 5}
+"""worker-0 served one conversation; worker-1 has served three."""
+TIMEOUT = 30.0
+
+
+class NaiveIndex:
+    """What an index does that takes every group's event for an attention block's."""
+
+    def __init__(self) -> None:
+        self._key: dict[Any, int] = {}
+        self._held: set[int] = set()
+
+    def feed(self, payload: bytes) -> None:
+        """Pair the listed hashes with the first blocks of each event's tokens."""
+        for event in decode_batch(payload).events:
+            if not isinstance(event, BlockStored) or not event.tokens:
+                continue
+            parent = 0 if event.parent is None else self._key.get(event.parent)
+            if parent is None:
+                continue
+            keys = chain.extend(parent, event.tokens, event.block_size)
+            for engine_hash, key in zip(event.hashes, keys, strict=False):
+                self._key[engine_hash] = key
+                self._held.add(key)
+
+    def matched(self, tokens: bytes, block_size: int) -> int:
+        """Leading tokens it would credit."""
+        n = 0
+        for key in chain.extend(0, tokens, block_size):
+            if key not in self._held:
+                break
+            n += block_size
+        return n
+
+
+class Publisher:
+    """One worker's PUB side, which waits for its subscriber before it publishes."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._socket = context.socket(zmq.XPUB)
+        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self.endpoint = f"tcp://127.0.0.1:{port}"
+
+    def publish(self, frames: list[dict[str, Any]]) -> None:
+        """Send recorded frames byte for byte."""
+        if not self._socket.poll(int(TIMEOUT * 1000)):
+            raise TimeoutError(f"kvindexd did not subscribe to {self.endpoint}")
+        self._socket.recv()
+        for frame in frames:
+            payload = base64.b64decode(frame["payload"])
+            seq = struct.pack(">Q", frame["seq"])
+            self._socket.send_multipart([frame["topic"].encode(), seq, payload])
+
+    def close(self) -> None:
+        """Drop the socket."""
+        self._socket.close(linger=0)
+
+
+@contextlib.contextmanager
+def serving(data_dir: str) -> Iterator[str]:
+    """A `kvindexd serve` process on free ports; yields its gRPC address."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("KVINDEXD_")} | {
+        "KVINDEXD_SERVER__LISTEN": "127.0.0.1:0",
+        "KVINDEXD_METRICS__LISTEN": "",
+        "KVINDEXD_EXT_PROC__LISTEN": "",
+        "KVINDEXD_INDEX__DATA_DIR": data_dir,
+        "KVINDEXD_LOG__FORMAT": "json",
+    }
+    process = subprocess.Popen(  # noqa: S603 - our own program
+        [sys.executable, "-m", "kvindexd.cli.main", "serve"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        env=environment,
+        text=True,
+    )
+    try:
+        yield _address(process)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.communicate(timeout=TIMEOUT)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+
+
+def _address(process: subprocess.Popen[str]) -> str:
+    seen: list[str] = []
+    for line in process.stderr or ():
+        seen.append(line)
+        with contextlib.suppress(json.JSONDecodeError):
+            record = json.loads(line)
+            if isinstance(record, dict) and record.get("event") == "ready":
+                return str(record["grpc"])
+    raise RuntimeError("kvindexd serve did not start:\n" + "".join(seen[-20:]))
+
+
+def _wait_for(admin: Any, worker: str, seq: int) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while time.monotonic() < deadline:
+        found = admin.GetWorker(pb.GetWorkerRequest(worker_id=worker), timeout=5).worker
+        if found.last_seq >= seq:
+            return
+        time.sleep(0.05)
+    raise TimeoutError(f"{worker}: batch {seq} did not become visible within {TIMEOUT:.0f} s")
+
+
+def _truth(capture: Capture) -> dict[str, dict[str, int]]:
+    """Per worker and prompt, what the engine said at the moment its last frame was out."""
+    answers: dict[str, dict[str, int]] = {}
+    for worker, frames in FRAMES.items():
+        answers[worker] = {}
+        latest: dict[str, Any] = {}
+        for step in capture.steps:
+            if isinstance(step["probes"], dict):
+                latest |= {p: v for p, v in step["probes"].items() if v != "="}
+            if step["after_frames"] == frames:
+                answers[worker] |= {p: int(v["hit"]) for p, v in latest.items()}
+    return answers
+
+
+def _rows(capture: Capture, address: str) -> Iterator[tuple[str, ...]]:
+    truth = _truth(capture)
+    naive = {worker: NaiveIndex() for worker in FRAMES}
+    for worker, count in FRAMES.items():
+        for frame in capture.frames[:count]:
+            naive[worker].feed(base64.b64decode(frame["payload"]))
+    with grpc.insecure_channel(address) as channel:
+        index = rpc.KVIndexStub(channel)
+        for name in ("A", "A2", "B", "C"):
+            tokens = capture.packed[name]
+            request = pb.ScoreWorkersRequest(prompt=pb.Prompt(model=MODEL, token_ids=tokens))
+            scores = index.ScoreWorkers(request, timeout=5).scores
+            for s in sorted(scores, key=lambda s: s.worker_id):
+                unfiltered = naive[s.worker_id].matched(tokens, s.block_size)
+                yield (
+                    f"{name} ({len(tokens) // 4:,} tokens)",
+                    s.worker_id,
+                    f"{s.reusable_tokens:,}",
+                    f"{truth[s.worker_id][name]:,}",
+                    f"{s.matched_tokens:,}",
+                    f"{unfiltered:,}",
+                )
+
+
+def _print(console: Console, rows: list[tuple[str, ...]]) -> None:
+    table = Table(title="Prompt tokens that each worker would reuse")
+    for header in ("prompt", "worker"):
+        table.add_column(header)
+    for header in ("kvindexd", "the engine itself", "attention-only rule", "naive index"):
+        table.add_column(header, justify="right")
+    before = ""
+    for row in rows:
+        if before and row[0] != before:
+            table.add_section()
+        shown = "" if row[0] == before else row[0]
+        before = row[0]
+        wrong = ["" if cell == row[3] else " [red]✗[/]" for cell in row]
+        table.add_row(
+            shown, row[1], f"[bold]{row[2]}[/]{wrong[2]}", row[3], row[4] + wrong[4], row[5] + wrong[5]
+        )
+    console.print(table)
+    console.print(
+        "The model has 24 MLA layers and 69 linear-attention layers. Its engine announces each "
+        "block once\nper KV-cache group, and can resume a prompt only where [italic]every[/] "
+        "group can: the attention-only rule\npromises reuse that will not happen, and an index "
+        "that mixes the groups up finds nothing."
+    )
+
+
+def main() -> int:
+    """Run the demo; 0 when kvindexd's answers equal the engine's own."""
+    console = Console(width=None if sys.stdout.isatty() else 100)
+    capture = Capture(CAPTURE)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    publishers = {worker: Publisher(context) for worker in FRAMES}
+    try:
+        with tempfile.TemporaryDirectory(prefix="kvindexd-demo-") as folder, serving(
+            folder
+        ) as address:
+            console.print(f"kvindexd serves gRPC on {address}, with an embedded store")
+            with grpc.insecure_channel(address) as channel:
+                admin = rpc.KVIndexAdminStub(channel)
+                for i, (worker, publisher) in enumerate(publishers.items()):
+                    registration = pb.Worker(
+                        worker_id=worker,
+                        model=MODEL,
+                        address=f"127.0.0.1:{8000 + i}",
+                        kv_events_endpoint=publisher.endpoint,
+                        engine="vllm",
+                    )
+                    admin.RegisterWorker(pb.RegisterWorkerRequest(worker=registration), timeout=10)
+                for worker, publisher in publishers.items():
+                    frames = capture.frames[: FRAMES[worker]]
+                    publisher.publish(frames)
+                    _wait_for(admin, worker, frames[-1]["seq"])
+                    console.print(f"{worker}: {len(frames)} recorded batches published and indexed")
+            rows = list(_rows(capture, address))
+    finally:
+        for publisher in publishers.values():
+            publisher.close()
+        context.term()
+    _print(console, rows)
+    return 0 if all(row[2] == row[3] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

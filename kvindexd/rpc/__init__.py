@@ -1,0 +1,1 @@
+"""The network surface: gRPC servicers, health, reflection."""

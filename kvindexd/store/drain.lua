@@ -1,0 +1,11 @@
+-- Set or lift the draining mark.
+-- ARGV: id, draining (1/0), maxlen
+local w = redis.call('HMGET', KEYS[1], 'reg', 'ep', 'rv', 'dr')
+if not w[1] then return {'NOTREG'} end
+if (w[4] or '0') ~= ARGV[2] then
+  allow_when_full()
+  redis.call('HSET', KEYS[1], 'dr', ARGV[2])
+  emit(ARGV[3], server_ms(), 'k', 'drain', 'w', ARGV[1], 'e', w[2], 'r', w[3], 'd', ARGV[2])
+  close_feed()
+end
+return {'OK'}
