@@ -64,6 +64,11 @@ class RankState:
     def _infos(self) -> tuple[GroupInfo, ...]:
         return self.catalogue.infos()
 
+    def _replan(self) -> None:
+        """After a change of the catalogue: what copies make which bit, and what hashes are for."""
+        self.holdings.replan()
+        self.placer.wanted = bool(self.catalogue.by_treatment(Treatment.AUXILIARY))
+
     # -- copies -------------------------------------------------------------------------------
 
     def _credit(self, engine_hash: EngineHash, slot: int, event: BlockStored, now: float) -> None:
@@ -219,6 +224,7 @@ class RankState:
         self.seen_extras = saved.seen_extras
         self.placer.restore(saved.hash_function, saved.sglang)
         self.holdings.load(profile.slots, profile.planes)
+        self._replan()
         for field, record in blocks:
             engine_hash = hash_of(field)
             self.holdings.load_block(engine_hash, unpack(record))

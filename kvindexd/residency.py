@@ -96,8 +96,7 @@ class Residency(RankState):
         if sizes:
             self._fit_unit(sizes)
         if changed:
-            self.holdings.replan()
-            self.placer.wanted = bool(self.catalogue.by_treatment(Treatment.AUXILIARY))
+            self._replan()
 
     @staticmethod
     def _learn_size(group: Group, event: BlockStored) -> bool:
