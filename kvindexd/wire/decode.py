@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from array import array
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -22,6 +21,7 @@ from kvindexd.wire.events import (
 
 _MASK64 = (1 << 64) - 1
 _MAX_TAG = 64
+_MAX_TS = 1e15
 _TAGS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 
 
@@ -33,7 +33,9 @@ class _Invalid(Exception):
         self.reason = reason
 
 
-class _Stored(msgspec.Struct, tag="BlockStored"):
+class _StoredFields(msgspec.Struct):
+    """The fields that have a position in the array form."""
+
     block_hashes: list[Any]
     parent_block_hash: Any = None
     token_ids: list[int | list[int]] | None = None
@@ -49,33 +51,42 @@ class _Stored(msgspec.Struct, tag="BlockStored"):
     ownership: Any = None
     session_id: Any = None
     lookahead_token_ids: list[Any] | None = None
+
+
+class _Stored(_StoredFields, tag="BlockStored"):
     cache_salt: str | None = None
     origin: Any = None
+
+
+class _StoredArray(_StoredFields, array_like=True, tag="BlockStored"):
+    cache_salt: ClassVar[str | None] = None
+    origin: ClassVar[str | None] = None
 
 
 class _Removed(msgspec.Struct, tag="BlockRemoved"):
     block_hashes: list[Any]
     medium: str | None = None
     group_idx: int | None = None
-    locality: Any = None
     remaining_copy_counts: list[int] | None = None
+
+
+class _RemovedArray(msgspec.Struct, array_like=True, tag="BlockRemoved"):
+    block_hashes: list[Any]
+    medium: str | None = None
+    group_idx: int | None = None
+    remaining_copy_counts: ClassVar[list[int] | None] = None
 
 
 class _Cleared(msgspec.Struct, tag="AllBlocksCleared"):
     pass
 
 
-class _StoredArray(_Stored, array_like=True, tag="BlockStored"):
-    pass
-
-
-class _RemovedArray(_Removed, array_like=True, tag="BlockRemoved"):
-    pass
-
-
 class _ClearedArray(msgspec.Struct, array_like=True, tag="AllBlocksCleared"):
     pass
 
+
+_AnyStored = _Stored | _StoredArray
+_AnyRemoved = _Removed | _RemovedArray
 
 _list = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _map = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
@@ -108,7 +119,7 @@ def decode_batch(payload: bytes) -> Batch:
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         pass
     else:
-        if math.isfinite(fast.ts):
+        if -_MAX_TS < fast.ts < _MAX_TS:
             return Batch(
                 fast.ts, [_convert(e) for e in fast.events], _number(fast.data_parallel_rank)
             )
@@ -140,10 +151,9 @@ def _ts(raw: Any) -> float:
     value = _scalar(raw)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BatchError("bad_ts", f"ts: expected seconds, got {type(value).__name__}")
-    ts = float(value) if abs(value) < 1e15 else math.nan
-    if not math.isfinite(ts):
+    if not -_MAX_TS < value < _MAX_TS:
         raise BatchError("bad_ts", "ts: expected finite seconds")
-    return ts
+    return float(value)
 
 
 def _rank(raw: Any) -> int | None:
@@ -174,11 +184,11 @@ def decode_event(raw: msgspec.Raw) -> Event:
     return _convert(event)
 
 
-def _convert(event: _Stored | _Removed | _Cleared | _ClearedArray) -> Event:
+def _convert(event: _AnyStored | _AnyRemoved | _Cleared | _ClearedArray) -> Event:
     try:
-        if isinstance(event, _Stored):
+        if isinstance(event, _Stored | _StoredArray):
             return _stored(event)
-        if isinstance(event, _Removed):
+        if isinstance(event, _Removed | _RemovedArray):
             return _removed(event)
         return AllBlocksCleared()
     except _Invalid as e:
@@ -205,7 +215,7 @@ def _explain(raw: msgspec.Raw, error: Exception) -> Rejected:
     return Rejected("bad_field", f"{tag}: {error}", tag)
 
 
-def _stored(e: _Stored) -> Event:
+def _stored(e: _AnyStored) -> Event:
     size = e.block_size
     tokens, second = _tokens(e.token_ids)
     if tokens:
@@ -245,7 +255,7 @@ def _stored(e: _Stored) -> Event:
     )
 
 
-def _removed(e: _Removed) -> Event:
+def _removed(e: _AnyRemoved) -> Event:
     hashes = _hashes(e.block_hashes)
     remaining = e.remaining_copy_counts
     if remaining is not None and (len(remaining) != len(hashes) or min(remaining, default=0) < 0):
@@ -297,7 +307,7 @@ def _pack(ids: list[Any]) -> bytes:
     return packed.tobytes()
 
 
-def _adapter(e: _Stored) -> tuple[str | None, str | None]:
+def _adapter(e: _AnyStored) -> tuple[str | None, str | None]:
     """Adapter name and salt; some engines put a metadata map or a list in lora_name's place."""
     value, salt = e.lora_name, e.cache_salt
     if isinstance(value, list):
@@ -313,7 +323,7 @@ def _adapter(e: _Stored) -> tuple[str | None, str | None]:
 
 
 def _lookahead(
-    e: _Stored, hashes: int, size: int, tokens: bytes, second: bytes
+    e: _AnyStored, hashes: int, size: int, tokens: bytes, second: bytes
 ) -> list[bytes] | None:
     if second:
         # Pairs overlap by one token: a block's hash also covers its last pair's second token.
