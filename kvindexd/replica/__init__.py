@@ -1,0 +1,1 @@
+"""The in-memory replica of the index that queries read."""

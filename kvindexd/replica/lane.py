@@ -1,0 +1,78 @@
+"""A flat array that grows without copying: the column store of the replica's tables."""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+_T = TypeVar("_T", bound=np.generic)
+
+_PAGE = mmap.PAGESIZE
+_HUGE_FROM = 16 << 20
+"""Bytes from which huge pages are asked for: random reads of large lanes miss the TLB without."""
+
+
+class Lane(Generic[_T]):
+    """One typed column, zero-filled, grown in place.
+
+    The memory is an anonymous private mapping: pages that were never written cost nothing, and
+    growing moves page tables instead of data (a 10 M entry lane grows in well under 1 ms). Where
+    the platform cannot move a mapping, or somebody holds a view, growth copies once.
+
+    `a` is the array, `len(a)` the capacity. Growing replaces it: never keep a view of it.
+    """
+
+    __slots__ = ("_map", "a", "dtype")
+
+    def __init__(self, dtype: type[_T], capacity: int) -> None:
+        self.dtype = np.dtype(dtype)
+        self._map = _mapping(capacity * self.dtype.itemsize)
+        self.a: npt.NDArray[_T] = self._view()
+
+    def _view(self) -> npt.NDArray[_T]:
+        size = len(self._map) // self.dtype.itemsize
+        view: npt.NDArray[Any] = np.frombuffer(self._map, self.dtype, size)
+        return view
+
+    def grow(self, capacity: int) -> None:
+        """Make room for `capacity` elements; new ones read 0. Raises MemoryError."""
+        if capacity <= len(self.a):
+            return
+        size = _rounded(capacity * self.dtype.itemsize)
+        old = self.a
+        self.a = old[:0].copy()
+        try:
+            del old
+            self._map.resize(size)
+            _prefer_huge(self._map)
+        except (BufferError, SystemError, ValueError, OSError):
+            moved = _mapping(size)
+            moved[: len(self._map)] = self._map[:]
+            self._map = moved
+        self.a = self._view()
+
+
+def _rounded(size: int) -> int:
+    return max(_PAGE, -(-size // _PAGE) * _PAGE)
+
+
+def _mapping(size: int) -> mmap.mmap:
+    try:
+        made = mmap.mmap(-1, _rounded(size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as exc:
+        raise MemoryError(f"no memory for {size} bytes of the replica: {exc}") from exc
+    _prefer_huge(made)
+    return made
+
+
+def _prefer_huge(mapping: mmap.mmap) -> None:
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if advice is None or len(mapping) < _HUGE_FROM:
+        return
+    try:
+        mapping.madvise(advice)
+    except OSError:  # a kernel built without huge pages: only slower
+        return

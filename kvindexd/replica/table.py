@@ -1,0 +1,415 @@
+"""One scope's index: block names to presence bits, one bit plane per (tier, group spec) in use."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvindexd.model import ADD, Plane, WorkerKey
+from kvindexd.replica.index import Index, Names, Rows
+from kvindexd.replica.lane import Lane
+
+Words = npt.NDArray[np.uint64]
+Mutations = npt.NDArray[np.void]
+
+_FIRST_ROWS = 1024
+_MAX_ROWS = 2**31 - 1
+APPLY_SLICE = 4096
+"""Mutations handled at once: 1-2 ms. A caller on an event loop passes no more per call."""
+SCRUB_ROWS = 8192
+"""Rows scrubbed per step: 1-4 ms, most of it for rows that fall free."""
+
+
+class BlockInfo(NamedTuple):
+    """What the table knows of one block. `length`: tokens from the root to its end.
+
+    `holders`: (column, ids of the table's planes whose bit is set), by column.
+    """
+
+    parent: int
+    length: int
+    holders: list[tuple[int, list[int]]]
+
+
+class Table:
+    """Block name -> row; a row holds a bit per (plane, worker column), its parent and its length.
+
+    Everything here is synchronous and meant for one thread: a read between two calls sees every
+    call before it in full. Each call is bounded by the size of its arguments, whatever the size
+    of the table.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        """`seed` fixes the hash of the index, for reproducible tests; None = random."""
+        self._index = Index(_FIRST_ROWS, seed)
+        self._parents: Lane[np.uint64] = Lane(np.uint64, _FIRST_ROWS)
+        self._lengths: Lane[np.uint32] = Lane(np.uint32, _FIRST_ROWS)
+        self._words: list[list[Lane[np.uint64]]] = []  # [plane][word of 64 columns]
+        self._width = 1
+        self._capacity = _FIRST_ROWS
+        self._top = 1  # rows below were used once; row 0 is the missing one
+        self._free: Lane[np.int32] = Lane(np.int32, _FIRST_ROWS)
+        self._free_count = 0
+        self._free_top = 0
+        self._planes: dict[Plane, int] = {}
+        self._columns: dict[WorkerKey, int] = {}
+        self._unused: list[int] = []
+        self._next_column = 0
+        self._retired: list[int] = []
+        self._scrubbing: list[int] = []
+        self._scrub_row = 1
+        self._counts = np.zeros((0, 64), np.int64)
+        self.refused = 0
+        """Mutations dropped because they named block 0, which stands for "no block"."""
+
+    # -- what there is
+
+    @property
+    def planes(self) -> Sequence[Plane]:
+        """The table's planes; the position is the table's plane id."""
+        return tuple(self._planes)
+
+    @property
+    def rows(self) -> int:
+        """Distinct blocks held."""
+        return self._index.size
+
+    @property
+    def entries(self) -> int:
+        """Presence bits set: (worker, block, plane) triples."""
+        return int(self._counts.sum())
+
+    @property
+    def words(self) -> int:
+        """64-bit words per row and plane."""
+        return self._width
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in use by rows that were ever used, buckets and free list; an upper bound of the
+        resident memory, since pages that were never written are not backed."""
+        per_row = 8 + 4 + 8 + 4 + 8 * self._width * len(self._words)
+        return self._top * per_row + self._index.nbytes + self._free_top * 4 + self._counts.nbytes
+
+    def plane_id(self, plane: Plane) -> int:
+        """The table's id of a plane, allocated on first use."""
+        found = self._planes.get(plane)
+        if found is None:
+            found = self._planes[plane] = len(self._words)
+            self._words.append([Lane(np.uint64, self._capacity) for _ in range(self._width)])
+            more = np.zeros((1, self._counts.shape[1]), np.int64)
+            self._counts = np.vstack([self._counts, more])
+        return found
+
+    # -- columns
+
+    def column(self, worker: WorkerKey) -> int:
+        """The worker's column, allocated on first use: bit `column % 64` of word `column // 64`."""
+        found = self._columns.get(worker)
+        if found is None:
+            found = self._columns[worker] = self._take_column()
+        return found
+
+    def _take_column(self) -> int:
+        if self._unused:
+            return heapq.heappop(self._unused)
+        column = self._next_column
+        self._next_column += 1
+        while column >= 64 * self._width:
+            for lanes in self._words:
+                lanes.append(Lane(np.uint64, self._capacity))
+            self._width += 1
+            self._counts = np.hstack([self._counts, np.zeros((len(self._counts), 64), np.int64)])
+        return column
+
+    def renew_column(self, worker: WorkerKey) -> int:
+        """Forget all of a worker's bits at once: it gets another, empty column.
+
+        The old bits are scrubbed away by `scrub`, and no read can see them meanwhile.
+        """
+        self.free_column(worker)
+        return self.column(worker)
+
+    def free_column(self, worker: WorkerKey) -> None:
+        """Forget a worker and its bits; a no-op for one that has no column."""
+        column = self._columns.pop(worker, None)
+        if column is None:
+            return
+        empty = not self._counts[:, column].any()
+        self._counts[:, column] = 0
+        if empty:
+            heapq.heappush(self._unused, column)
+            self._narrow()
+        else:
+            self._retired.append(column)
+
+    def clear_column(self, column: int) -> None:
+        """Drop all bits of one column before returning: a pass over the whole table.
+
+        For callers that may block; on an event loop use `renew_column` and `scrub`.
+        """
+        self._counts[:, column] = 0
+        for low in range(1, self._top, SCRUB_ROWS):
+            self._scrub_slice([column], low, min(self._top, low + SCRUB_ROWS))
+
+    @property
+    def scrub_pending(self) -> bool:
+        """Whether columns given up still have bits to be scrubbed."""
+        return bool(self._scrubbing or self._retired)
+
+    def scrub(self, rows: int = SCRUB_ROWS) -> bool:
+        """Clean `rows` rows of columns given up; True while there is more to do.
+
+        One pass cleans all columns that were given up before it began.
+        """
+        if not self._scrubbing:
+            if not self._retired:
+                return False
+            self._scrubbing, self._retired = self._retired, []
+            self._scrub_row = 1
+        low, high = self._scrub_row, min(self._top, self._scrub_row + rows)
+        if low < high:  # else the table has emptied meanwhile
+            self._scrub_slice(self._scrubbing, low, high)
+        self._scrub_row = high
+        if high >= self._top:
+            for column in self._scrubbing:
+                heapq.heappush(self._unused, column)
+            self._scrubbing = []
+            self._narrow()
+        return self.scrub_pending
+
+    def _narrow(self) -> None:
+        """Give back the last words once no worker has a column in them."""
+        taken = max([*self._columns.values(), *self._retired], default=0)
+        width = taken // 64 + 1
+        if width == self._width or self._scrubbing:
+            return
+        for lanes in self._words:
+            del lanes[width:]
+        self._width = width
+        self._counts = self._counts[:, : 64 * width].copy()
+        self._next_column = min(self._next_column, 64 * width)
+        self._unused = sorted(c for c in self._unused if c < 64 * width)
+
+    def _scrub_slice(self, columns: Sequence[int], low: int, high: int) -> None:
+        gone = [0] * self._width
+        for column in columns:
+            gone[column // 64] |= 1 << (column % 64)
+        hit = np.zeros(high - low, np.uint64)
+        left = np.zeros(high - low, np.uint64)
+        for lanes in self._words:
+            for lane, bits in zip(lanes, gone, strict=True):
+                part = lane.a[low:high]
+                if bits:
+                    these = part & np.uint64(bits)
+                    if these.any():  # else no write: it would back pages that are not there
+                        hit |= these
+                        part &= np.uint64(bits ^ 0xFFFF_FFFF_FFFF_FFFF)
+                left |= part
+        dead = ((hit != 0) & (left == 0)).nonzero()[0]
+        if dead.size:
+            self._release((dead + low).astype(np.int32))
+
+    # -- rows
+
+    def _allocate(self, count: int) -> Rows:
+        """Rows for `count` blocks, in runs as long as there are, so that chains stay together."""
+        reused = min(count, self._free_count)
+        fresh = count - reused
+        rows = np.empty(count, np.int32)
+        if reused:
+            self._free_count -= reused
+            rows[:reused] = self._free.a[self._free_count : self._free_count + reused]
+        if fresh:
+            self._reserve(self._top + fresh)
+            rows[reused:] = np.arange(self._top, self._top + fresh, dtype=np.int32)
+            self._top += fresh
+        return rows
+
+    def _reserve(self, rows: int) -> None:
+        if rows <= self._capacity:
+            return
+        if rows > _MAX_ROWS:
+            raise MemoryError(f"the replica holds at most {_MAX_ROWS} distinct blocks per model")
+        capacity = max(rows, 2 * self._capacity)
+        lanes: list[Lane[np.uint64] | Lane[np.int32] | Lane[np.uint32]]
+        lanes = [self._index.names, self._index.next, self._parents, self._lengths]
+        for words in self._words:
+            lanes.extend(words)
+        for lane in lanes:
+            lane.grow(capacity)
+        self._capacity = capacity
+
+    def _release(self, rows: Rows) -> None:
+        """Free rows whose bits are all zero."""
+        self._index.remove(rows)
+        if not self._index.size:
+            self._top, self._free_count = 1, 0  # all free: start over, in order
+            return
+        end = self._free_count + len(rows)
+        self._free.grow(max(end, _FIRST_ROWS) if end <= len(self._free.a) else 2 * end)
+        self._free.a[self._free_count : end] = rows
+        self._free_count = end
+        self._free_top = max(self._free_top, end)
+
+    # -- writing
+
+    def apply(self, column: int, plane_map: Sequence[int], mutations: Mutations) -> None:
+        """Apply mutations (model.MUTATION) of one worker, in order; a later one wins.
+
+        `plane_map`: the worker's plane id -> the table's. ADD and REMOVE are absolute: doing one
+        twice, or removing what is not there, is harmless. Parent and length are taken from the
+        ADD that first names a block: its name is a hash of both. Raises ValueError for a plane
+        beyond the map, before anything is applied.
+        """
+        mapping = np.asarray(plane_map, np.int64)
+        ids = mutations["plane"]
+        if len(ids) and int(ids.max()) >= len(mapping):
+            raise ValueError(
+                f"mutation of plane {int(ids.max())}, but its worker has named {len(mapping)} "
+                "planes: its profile is older than its mutations; reload the worker"
+            )
+        for low in range(0, len(mutations), APPLY_SLICE):
+            part = mutations[low : low + APPLY_SLICE]
+            self._apply(column, mapping.take(part["plane"]), part)
+
+    def _apply(self, column: int, planes: npt.NDArray[np.int64], part: Mutations) -> None:
+        names: Names = np.ascontiguousarray(part["name"])
+        adds = part["op"] == ADD
+        rows = self._index.find(names)
+        missing = (rows == 0).nonzero()[0]
+        if missing.size:
+            self._insert(names, adds, missing, part)
+            rows[missing] = self._index.find(names[missing])
+            known = rows.nonzero()[0]
+            if known.size < len(rows):
+                rows, adds, planes = rows[known], adds[known], planes[known]
+                if not known.size:
+                    return
+        emptied = []
+        first = planes.item(0)
+        if (planes == first).all():
+            emptied.append(self._write(column, first, rows, adds))
+        else:
+            for plane in np.bincount(planes).nonzero()[0].tolist():
+                at = (planes == plane).nonzero()[0]
+                emptied.append(self._write(column, plane, rows[at], adds[at]))
+        self._sweep(emptied)
+
+    def _insert(
+        self,
+        names: Names,
+        adds: npt.NDArray[np.bool_],
+        missing: npt.NDArray[np.int64],
+        part: Mutations,
+    ) -> None:
+        """Give rows to the names at `missing` that are added, in the order they come in."""
+        at = missing[adds[missing]]
+        fresh = names[at]
+        if not len(fresh):
+            return
+        ordered = np.sort(fresh)
+        if ordered[0] == 0 or (ordered[1:] == ordered[:-1]).any():
+            fresh, firsts = np.unique(fresh, return_index=True)
+            firsts.sort()
+            at = at[firsts]
+            real = (names[at] != 0).nonzero()[0]
+            self.refused += len(at) - len(real)
+            at = at[real]
+            fresh = names[at]
+        rows = self._allocate(len(fresh))
+        self._parents.a[rows] = part["parent"][at]
+        self._lengths.a[rows] = part["length"][at]
+        self._index.insert(rows, fresh)
+
+    def _write(self, column: int, plane: int, rows: Rows, adds: npt.NDArray[np.bool_]) -> Rows:
+        """Set or clear one column's bit in one plane; the rows whose word is zero after a clear."""
+        lane = self._words[plane][column // 64].a
+        bit = np.uint64(1 << (column % 64))
+        before = lane.take(rows, mode="clip")
+        # All writes to a row differ in this one bit only: of repeated rows the last one stands.
+        lane[rows] = np.where(adds, before | bit, before & ~bit)
+        ordered = np.sort(rows)
+        if (ordered[1:] == ordered[:-1]).any():
+            rows, firsts = np.unique(rows, return_index=True)
+            before = before[firsts]
+            after = lane.take(rows, mode="clip")
+            gone = after == 0
+        else:
+            after = lane.take(rows, mode="clip")
+            gone = (after == 0) & ~adds
+        grown = np.count_nonzero(after & bit) - np.count_nonzero(before & bit)
+        self._counts[plane, column] += grown
+        emptied: Rows = rows[gone.nonzero()[0]]
+        return emptied
+
+    def _sweep(self, emptied: Sequence[Rows]) -> None:
+        """Free those of the rows that have no bit left anywhere."""
+        rows = emptied[0] if len(emptied) == 1 else np.unique(np.concatenate(emptied))
+        for lanes in self._words:
+            for lane in lanes:
+                if not rows.size:
+                    return
+                rows = rows[(lane.a.take(rows, mode="clip") == 0).nonzero()[0]]
+        if rows.size:
+            self._release(rows)
+
+    # -- reading
+
+    def lookup(self, names: Names) -> npt.NDArray[np.int64]:
+        """The row of each name, -1 where nobody holds it. Fastest in chain order."""
+        rows = self._index.find_chain(names).astype(np.int64)
+        rows -= rows == 0
+        return rows
+
+    def masks(self, rows: npt.NDArray[np.int64], plane: int) -> Words:
+        """The bits of one of the table's planes: [rows, words], 0 for row -1."""
+        lanes = self._words[plane]
+        if len(lanes) == 1:
+            return lanes[0].a.take(rows, mode="clip").reshape(-1, 1)
+        out = np.empty((len(lanes), len(rows)), np.uint64)
+        for i, lane in enumerate(lanes):
+            lane.a.take(rows, out=out[i], mode="clip")
+        return out.T
+
+    def held(
+        self, rows: npt.NDArray[np.int64], plane: int, columns: Sequence[int]
+    ) -> npt.NDArray[np.bool_]:
+        """Whether each of some columns holds each row in a plane: [rows, columns]."""
+        masks = np.ascontiguousarray(self.masks(rows, plane), "<u8")
+        bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little").view(np.bool_)
+        first, n = (columns[0] if columns else 0), len(columns)
+        if list(columns) == list(range(first, first + n)):  # as a rule: no copy
+            return bits[:, first : first + n]
+        out: npt.NDArray[np.bool_] = bits.take(np.asarray(columns, np.int64), axis=1)
+        return out
+
+    def counts(self, column: int) -> npt.NDArray[np.int64]:
+        """Blocks held per plane of the table, by plane id."""
+        found: npt.NDArray[np.int64] = self._counts[:, column].copy()
+        return found
+
+    def block(self, name: int) -> BlockInfo | None:
+        """All that is known of one block; None when nobody holds it."""
+        row = self._index.find_one(name) if name else 0
+        if not row:
+            return None
+        given_up = {*self._retired, *self._scrubbing}
+        holders: dict[int, list[int]] = {}
+        for plane, lanes in enumerate(self._words):
+            for word, lane in enumerate(lanes):
+                bits = lane.a.item(row)
+                while bits:
+                    column = 64 * word + (bits & -bits).bit_length() - 1
+                    bits &= bits - 1
+                    if column not in given_up:
+                        holders.setdefault(column, []).append(plane)
+        if not holders:
+            return None
+        return BlockInfo(
+            self._parents.a.item(row), self._lengths.a.item(row), sorted(holders.items())
+        )
