@@ -79,7 +79,7 @@ def batch_ts(payload: bytes) -> float | None:
     for decoder in (_as_array, _as_map):
         try:
             ts = decoder.decode(payload).ts
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
             continue
         if isinstance(ts, int | float) and not isinstance(ts, bool) and math.isfinite(ts):
             return float(ts)
