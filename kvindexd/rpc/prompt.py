@@ -36,9 +36,7 @@ def query_of(prompt: pb.Prompt, max_tokens: int) -> Query:
             f"prompt.{content}: no tokenizer is configured for model {prompt.model!r}; send "
             "token_ids, or configure a tokenizer for the model"
         )
-    raise RequestError(
-        "prompt: no content; set one of token_ids, tokens, chain, text, openai_body"
-    )
+    raise RequestError("prompt: no content; set one of token_ids, tokens, chain, text, openai_body")
 
 
 def _tokens(packed: bytes, prompt: pb.Prompt, max_tokens: int) -> Query:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,6 +11,8 @@ import numpy.typing as npt
 from kvindexd import chain
 
 Names = npt.NDArray[np.uint64]
+SLICE = 1 << 16
+"""Tokens hashed at a time: about half a millisecond."""
 
 
 class Query:
@@ -30,6 +33,20 @@ class Query:
         self._names: dict[tuple[int, int, int], Names] = {}
         self.tokens = len(packed) // 4
         """Prompt length in tokens."""
+
+    async def hash(self, unit: int) -> None:
+        """Compute the keys for a unit ahead of `keys`, letting others run in between."""
+        if unit in self._keys or len(self._packed) <= SLICE * 4:
+            return
+        extras = chain.item_extras(self._items, unit) if self._items else {}
+        keys: list[int] = []
+        per_slice = SLICE // unit
+        for first in range(0, len(self._packed) // (4 * unit), per_slice):
+            part = self._packed[first * unit * 4 : (first + per_slice) * unit * 4]
+            inside = {u - first: e for u, e in extras.items() if first <= u < first + per_slice}
+            keys += chain.extend(keys[-1] if keys else self._root, part, unit, inside)
+            await asyncio.sleep(0)
+        self._keys[unit] = np.array(keys, np.uint64)
 
     def keys(self, unit: int) -> Names | None:
         """The chain key at every unit boundary; None when it cannot be known for this unit."""
@@ -82,6 +99,9 @@ class ChainQuery(Query):
         self._keys[unit] = keys
         self._ahead = lookahead
         self.tokens = tokens or len(keys) * unit
+
+    async def hash(self, unit: int) -> None:
+        """Nothing to compute."""
 
     def keys(self, unit: int) -> Names | None:
         """The client's keys, for its own unit alone."""

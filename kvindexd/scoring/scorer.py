@@ -65,7 +65,7 @@ def candidate(column: int, profile: Profile, options: WorkerOptions, hybrid: boo
     return Candidate(column, _interned.setdefault(shape, shape), profile.unlocated)
 
 
-class _Probes:
+class Probes:
     """Table rows of one query's names, looked up once per entry size."""
 
     def __init__(self, table: Table, query: Query) -> None:
@@ -87,7 +87,7 @@ class _Probes:
 class TablePresence:
     """match.Presence over a table for workers of one geometry."""
 
-    def __init__(self, probes: _Probes, shape: Geometry, columns: Sequence[int]) -> None:
+    def __init__(self, probes: Probes, shape: Geometry, columns: Sequence[int]) -> None:
         self._probes = probes
         self._shape = shape
         self._columns = np.asarray(columns, np.int64)
@@ -113,10 +113,15 @@ def _columns(words: Words, columns: npt.NDArray[np.int64]) -> Bools:
 
 
 def score(
-    table: Table, query: Query, candidates: Sequence[Candidate], *, device_only: bool = False
+    table: Table,
+    query: Query,
+    candidates: Sequence[Candidate],
+    *,
+    device_only: bool = False,
+    explain: bool = False,
 ) -> list[Scored]:
-    """Score all candidates, in their order."""
-    probes = _Probes(table, query)
+    """Score all candidates, in their order; with `explain`, say what stops each match."""
+    probes = Probes(table, query)
     out: list[Scored] = [Scored()] * len(candidates)
     like: dict[int, list[int]] = {}
     for i, c in enumerate(candidates):
@@ -125,18 +130,19 @@ def score(
         shape = candidates[indexes[0]].geometry
         columns = [candidates[i].column for i in indexes]
         unlocated = [candidates[i].unlocated for i in indexes]
-        scored = _score_like(probes, shape, columns, unlocated, device_only)
+        scored = _score_like(probes, shape, columns, unlocated, device_only, explain)
         for i, s in zip(indexes, scored, strict=True):
             out[i] = s
     return out
 
 
 def _score_like(
-    probes: _Probes,
+    probes: Probes,
     shape: Geometry,
     columns: Sequence[int],
     unlocated: Sequence[int],
     device_only: bool,
+    explain: bool,
 ) -> list[Scored]:
     query = probes.query
     blank = Scored(block_size=shape.block_size, upper_bound=shape.options.hidden_groups)
@@ -148,10 +154,13 @@ def _score_like(
     if why:
         return [blank._replace(reason=why)] * len(columns)
     presence = TablePresence(probes, shape, columns)
-    if _is_simple(shape):
+    if _is_simple(shape) and not explain:
         return _score_simple(presence, shape, columns, query.tokens, blank)
     found = match(presence, shape, query.tokens, device_only=device_only)
-    return [_scored(found, shape, i, n, blank, query.tokens) for i, n in enumerate(unlocated)]
+    return [
+        _scored(found, shape, i, n, blank, query.tokens if explain else 0)
+        for i, n in enumerate(unlocated)
+    ]
 
 
 def _unanswerable(query: Query, shape: Geometry) -> str:
@@ -223,7 +232,7 @@ def _scored(
     found: Match, shape: Geometry, i: int, unlocated: int, blank: Scored, tokens: int
 ) -> Scored:
     reusable = int(found.reusable[i])
-    reasons = [why_it_stops(found, shape, i, tokens)]
+    reasons = [why_it_stops(found, shape, i, tokens)] if tokens else []
     if unlocated:
         reasons.append(f"{unlocated} held blocks could not be placed and count as missing")
     return blank._replace(

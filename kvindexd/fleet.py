@@ -1,0 +1,63 @@
+"""The fleet as queries see it: models, candidates, states; a thin layer over the replica."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from kvindexd.model import WorkerKey
+from kvindexd.registration import Registration, RoleName
+from kvindexd.scoring.scorer import Candidate, Table
+
+
+class Member(NamedTuple):
+    """One worker rank that a query may be answered with.
+
+    `state`: a WorkerState name. `staleness_ms`: since the last applied batch or heartbeat.
+    """
+
+    key: WorkerKey
+    registration: Registration
+    candidate: Candidate
+    state: str
+    staleness_ms: int
+
+
+class Filter(NamedTuple):
+    """What a request asks of its candidates. `names`: worker ids, addresses or aliases."""
+
+    names: Sequence[str] = ()
+    role: RoleName | None = None
+    labels: Mapping[str, str] = {}
+    include_stale: bool = False
+
+
+class Scope(NamedTuple):
+    """One model of one namespace: its table and its worker ranks."""
+
+    model: str
+    namespace: str
+    table: Table
+    members: Sequence[Member]
+
+
+def names_of(registration: Registration) -> set[str]:
+    """Everything a gateway may call a worker: id, address, host alone, aliases."""
+    host, _, port = registration.address.rpartition(":")
+    names = {registration.worker_id, registration.address, *registration.aliases}
+    if host and port.isdigit():
+        names |= {host, host.strip("[]")}
+    return names - {""}
+
+
+def select(members: Sequence[Member], wanted: Filter) -> list[Member]:
+    """The members that a filter lets through, in their order."""
+    names = {n.strip() for n in wanted.names}
+    return [
+        m
+        for m in members
+        if (wanted.include_stale or m.state not in ("STALE", "UNKNOWN"))
+        and (wanted.role is None or m.registration.role == wanted.role)
+        and (not names or not names.isdisjoint(names_of(m.registration)))
+        and all(m.registration.labels.get(k) == v for k, v in wanted.labels.items())
+    ]
