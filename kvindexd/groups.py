@@ -83,6 +83,11 @@ class Group:
         )
 
 
+def contradicts(group: Group, kind: str | None) -> bool:
+    """Whether an event of `kind` cannot be of this group, whatever index it names."""
+    return bool(kind) and kind != group.kind
+
+
 class Catalogue:
     """The groups of one worker rank, learned from its stores, the filtered ones included.
 
@@ -93,6 +98,8 @@ class Catalogue:
     def __init__(self, overrides: Mapping[str, str] | None = None) -> None:
         self._overrides = dict(overrides or {})
         self.groups: dict[int, Group] = {}
+        self.version = 0
+        """Rises whenever a group appears or its kind, block size or window changes."""
 
     def classify(self, group_idx: int | None, kind: str | None) -> tuple[int, str]:
         """The (index, kind) that an event speaks of, filling in what it leaves out.
@@ -110,17 +117,32 @@ class Catalogue:
         return idx, ABSENT if idx <= 0 else "unknown"
 
     def learn(self, group_idx: int | None, kind: str | None, window: int | None) -> Group:
-        """The group of a store event, created or completed by what the event shows."""
+        """The group of a store event, created or completed by what the event shows.
+
+        A kind, once shown, stays: an event of another kind contradicts it (see `contradicts`).
+        """
         idx, resolved = self.classify(group_idx, kind)
         group = self.groups.get(idx)
         if group is None:
             group = Group(idx, resolved, treatment(resolved, self._overrides))
             self.groups[idx] = group
+            self.version += 1
         elif kind and group.kind != kind and group.kind in (ABSENT, "unknown"):
             group.kind, group.treated_as = kind, treatment(kind, self._overrides)
-        if window and not group.window:
+            self.version += 1
+        if window and not group.window and not contradicts(group, kind):
             group.window = window
+            self.version += 1
         return group
+
+    def learn_size(self, group: Group, block_size: int) -> None:
+        """A device store of `block_size` tokens: the largest one is the group's own size."""
+        if block_size in group.sizes:
+            return
+        group.sizes.add(block_size)
+        if block_size > group.block_size:
+            group.block_size = block_size
+            self.version += 1
 
     def get(self, group_idx: int | None) -> Group | None:
         """The group of a removal or a tier change; None when nothing is known of it."""

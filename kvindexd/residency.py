@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from kvindexd import chain
-from kvindexd.groups import ABSENT, NO_GROUP, Group, Treatment, tier_of
+from kvindexd.groups import ABSENT, NO_GROUP, Treatment, contradicts, tier_of
 from kvindexd.model import BatchDelta, EngineHash, Tier
 from kvindexd.placing import Place
 from kvindexd.rank_state import Options, RankState
@@ -80,35 +80,27 @@ class Residency(RankState):
 
     def _learn(self, events: Iterable[object]) -> None:
         """Rule 1: the catalogue learns from the whole batch before any of it is applied."""
-        changed, sizes = False, []
+        before = self.catalogue.version
+        sizes: set[int] = set()
         for event in events:
             if not isinstance(event, BlockStored):
                 continue
             if not event.tokens and event.kind is None and event.group_idx is not None:
                 continue
-            before = len(self.catalogue.groups)
             group = self.catalogue.learn(event.group_idx, event.kind, event.window)
-            changed |= len(self.catalogue.groups) != before
             group.stores += 1
-            if event.tokens and group.treated_as is not Treatment.IGNORED:
-                sizes.append(event.block_size)
-                changed |= self._learn_size(group, event)
-        if sizes:
-            self._fit_unit(sizes)
-        if changed:
+            if group.treated_as is Treatment.IGNORED or contradicts(group, event.kind):
+                continue
+            tier = tier_of(event.medium)
+            if event.tokens and tier is not Tier.OTHER:
+                sizes.add(event.block_size)
+                if tier is Tier.DEVICE:
+                    self.catalogue.learn_size(group, event.block_size)
+        self._fit_unit(sizes)
+        if self.catalogue.version != before:
             self._replan()
 
-    @staticmethod
-    def _learn_size(group: Group, event: BlockStored) -> bool:
-        if tier_of(event.medium) is not Tier.DEVICE:
-            return False
-        group.sizes.add(event.block_size)
-        if event.block_size <= group.block_size:
-            return False
-        group.block_size = event.block_size
-        return True
-
-    def _fit_unit(self, sizes: list[int]) -> None:
+    def _fit_unit(self, sizes: Iterable[int]) -> None:
         unit = chain.unit_for(self.unit, sizes)
         if unit == self.unit:
             return
@@ -128,6 +120,9 @@ class Residency(RankState):
         tier = tier_of(event.medium)
         if group.treated_as is Treatment.IGNORED:
             self.counters[f"filtered:{group.kind}"] += 1
+            return
+        if contradicts(group, event.kind):
+            self.counters["dropped:kind_conflict"] += 1
             return
         if tier is Tier.OTHER:
             self.counters["dropped:unknown_medium"] += 1
