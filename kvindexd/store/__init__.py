@@ -1,10 +1,9 @@
-"""The shared truth: workers, leases, blocks and the feed, in Redis or Valkey (03-index section 3)."""
+"""The shared truth: workers, leases, blocks and the feed, in Redis or Valkey."""
 
 from kvindexd.store.errors import (
     Damaged,
     Diverged,
     Fenced,
-    FeedTrimmed,
     LeaseHeld,
     NotRegistered,
     SchemaMismatch,
@@ -32,7 +31,6 @@ __all__ = [
     "Diverged",
     "FeedEntry",
     "FeedRead",
-    "FeedTrimmed",
     "Fenced",
     "Kind",
     "Lease",

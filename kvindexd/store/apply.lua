@@ -19,7 +19,7 @@ if epoch ~= tonumber(ARGV[5]) or revision ~= tonumber(ARGV[6]) then
 end
 local held = redis.call('HLEN', KEYS[2]) + redis.call('HLEN', KEYS[3])
 local expected = (tonumber(w[8]) or 0) + (tonumber(w[9]) or 0)
-if held ~= expected and ARGV[9 + 4] ~= '1' then
+if held ~= expected and ARGV[13] ~= '1' then -- a clear mends it
   return {'DAMAGED', expected, held}
 end
 
@@ -39,7 +39,7 @@ local function hdel(key, first, last_arg)
   end
 end
 
-local applied, at, final, profile, state = 0, 10, nil, '', ''
+local applied, at, final, tiers, profile, state = 0, 10, nil, nil, '', ''
 local counters = {}
 for _ = 1, tonumber(ARGV[9]) do
   local seq, clear = tonumber(ARGV[at]), ARGV[at + 3] == '1'
@@ -79,7 +79,7 @@ for _ = 1, tonumber(ARGV[9]) do
       entry[#entry + 1] = profile
     end
     if ARGV[at + 12] ~= '' then state = ARGV[at + 12] end
-    redis.call('HSET', KEYS[1], 'tb', ARGV[at + 9])
+    tiers = ARGV[at + 9]
     emit(maxlen, now, unpack(entry))
   end
   at = next_at
@@ -96,6 +96,7 @@ if final then
   put('ts', ARGV[final + 1])
   put('dg', ARGV[final + 2])
 end
+if tiers then put('tb', tiers) end
 if profile ~= '' then put('pf', profile) end
 if state ~= '' then put('st', state) end
 redis.call('HSET', KEYS[1], unpack(record))

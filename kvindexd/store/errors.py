@@ -1,4 +1,4 @@
-"""What the store raises: a small tree, so that callers can tell retry, step down and give up apart."""
+"""What the store raises: a small tree, so that callers can tell retry, step down and give up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class StoreUnavailable(StoreError):
 
 
 class StoreDenied(StoreError):
-    """The server answered and refused us: password, ACL rule or certificate. Retrying is useless."""
+    """The server answered and refused us: password, ACL rule or certificate. Do not retry."""
 
 
 class StoreFull(StoreError):
@@ -83,7 +83,3 @@ class Damaged(StoreError):
             f"worker {worker}: {expected} records were written and {found} are there; something "
             "else deletes keys of this Redis. Clear the worker and replay it"
         )
-
-
-class FeedTrimmed(StoreError):
-    """A position in the feed is no longer there, or never was: the shard must be loaded anew."""

@@ -21,6 +21,12 @@ local feed_n, feed_ms
 local function emit(maxlen, now, ...)
   if not feed_n then
     local last = redis.call('HMGET', KEYS[6], 'n', 'ms')
+    if not last[1] then
+      -- No counter beside a feed (somebody deleted it): go on after the feed's last entry, since
+      -- an id that the stream refuses would leave this script half done.
+      local tail = redis.call('XREVRANGE', KEYS[5], '+', '-', 'COUNT', 1)[1]
+      if tail then last[2], last[1] = string.match(tail[1], '^(%d+)%-(%d+)$') end
+    end
     feed_n = tonumber(last[1]) or 0
     feed_ms = math.max(now, tonumber(last[2]) or 0)
   end

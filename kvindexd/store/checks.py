@@ -1,0 +1,63 @@
+"""Whether a server can hold the index safely, asked once per server at the start."""
+
+from __future__ import annotations
+
+import structlog
+from redis.exceptions import ResponseError
+
+from kvindexd.store.connect import Client
+from kvindexd.store.errors import StoreDenied, UnfitServer
+from kvindexd.store.records import Identity
+
+log = structlog.get_logger(__name__)
+
+MINIMUM = (6, 2)
+"""Redis 6.2: the first with all we use, and the oldest still found in the field."""
+
+
+def parse_info(text: str) -> dict[str, str]:
+    """The fields of an INFO reply."""
+    pairs = (line.partition(":") for line in text.splitlines() if line and line[0] != "#")
+    return {name: value for name, _, value in pairs}
+
+
+def identity_of(info: dict[str, str]) -> Identity:
+    """What matters of INFO."""
+    valkey = info.get("valkey_version")
+    return Identity(
+        run_id=info.get("run_id", ""),
+        version=valkey or info.get("redis_version", "0"),
+        server="valkey" if valkey else "redis",
+        master=info.get("role", "master") == "master",
+        policy=info.get("maxmemory_policy", ""),
+    )
+
+
+async def identify(client: Client, slot: int) -> Identity:
+    """Ask the server of a slot who it is. Raises StoreError."""
+    reply = await client.call("info", slot, "INFO")
+    if isinstance(reply, ResponseError):
+        raise StoreDenied(str(reply))
+    return identity_of(parse_info(reply.decode(errors="replace")))
+
+
+def check_fit(identity: Identity, where: str) -> None:
+    """Raise UnfitServer, saying what to change, if the index must not live on this server."""
+    version = tuple(int(p) for p in identity.version.split(".")[:2] if p.isdigit())
+    if identity.server == "redis" and version < MINIMUM:
+        raise UnfitServer(
+            f"{where}: Redis {identity.version} is too old; 6.2 or newer, or any Valkey, is needed"
+        )
+    if not identity.policy:
+        log.warning("store_policy_unknown", server=where)
+    elif identity.policy != "noeviction":
+        raise UnfitServer(
+            f"{where}: maxmemory-policy is {identity.policy}, so this server deletes keys by "
+            "itself and the index would silently be wrong; set maxmemory-policy noeviction "
+            "(a full server then refuses new blocks, which kvindexd reports)"
+        )
+    if not identity.master:
+        raise UnfitServer(
+            f"{where}: this server is a replica and refuses writes; give the master's address, "
+            "or redis+sentinel://"
+        )
