@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import re
 import sys
@@ -12,6 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Literal, TextIO
 
 import msgspec
+import numpy as np
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import choose_encoder
@@ -24,6 +26,7 @@ _SECRET_KEY = re.compile(r"(^|_)(password|secret|authorization|credential)s?$", 
 _CONTENT_KEYS = frozenset(
     {"token_ids", "tokens", "lookahead_token_ids", "prompt", "text", "openai_body"}
 )
+_SCALARS = (type(None), bool, int, float)
 _WITHHELD_TYPES = (str, bytes, bytearray, list, tuple, dict)
 
 
@@ -37,7 +40,8 @@ def redact(
 ) -> MutableMapping[str, Any]:
     """The structlog processor that keeps secrets, prompts and token ids out of the log."""
     for key, value in event.items():
-        event[key] = _redact_value(key, value)
+        if key != "_record":  # the standard library's own record; removed before rendering
+            event[key] = _redact_value(key, value)
     return event
 
 
@@ -46,23 +50,27 @@ def _redact_value(key: str, value: object) -> object:
         return "***"
     if key in _CONTENT_KEYS and isinstance(value, _WITHHELD_TYPES):
         return f"<{len(value)} withheld>"
-    if isinstance(value, str):
+    if isinstance(value, str) and not isinstance(value, enum.Enum):
         return mask_secrets(value)
     if isinstance(value, dict):
-        return {k: _redact_value(str(k), v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
+        return {str(k): _redact_value(str(k), v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
         return [_redact_value("", v) for v in value]
-    return value
+    if isinstance(value, msgspec.Struct):
+        return {k: _redact_value(k, v) for k, v in msgspec.structs.asdict(value).items()}
+    return _redact_scalar(value)
+
+
+def _redact_scalar(value: object) -> object:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, enum.Enum):
+        return value.name
+    return value if type(value) in _SCALARS else mask_secrets(repr(value))
 
 
 def _encode_json(event: object, **_: object) -> str:
-    return msgspec.json.encode(event, enc_hook=_plain).decode()
-
-
-def _plain(value: object) -> object:
-    # numpy numbers are common in log calls, and are no subclasses of Python's.
-    item = getattr(value, "item", None)
-    return item() if callable(item) else repr(value)
+    return msgspec.json.encode(event).decode()
 
 
 def configure_logging(

@@ -306,6 +306,8 @@ def _unknown(
 
 def _wrong(key: str, value: object, source: str, expected: str) -> ConfigError:
     got = mask_secrets(repr(value))
+    if key == "redis.url" and "://" not in got:
+        got = repr("***@" + got.strip("'").rpartition("@")[2]) if "@" in got else got
     if len(got) > 200:
         got = got[:200] + "..."
     return ConfigError(f"{key} is {got} ({source}); expected {expected}")
