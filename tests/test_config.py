@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvindexd.config import (
@@ -162,8 +163,8 @@ def test_kubernetes_service_variables_are_not_ours() -> None:
         (_workers({"modle": "x"}), "did you mean workers[0].model?"),
         (_workers({}, {}), "give each rank one entry"),
         (_workers({"role": "prefill"}), 'expected one of "MIXED"'),
-        (_workers({"replay_endpoint": "h:1"}), "ZMQ endpoint"),
-        (_workers({"dp_size": 2, "dp_rank": 2}), "less than dp_size (2)"),
+        (_workers({"replay_endpoint": "h:1"}), "no ZMQ endpoint"),
+        (_workers({"dp_size": 2, "dp_rank": 2}), "is outside dp_size 2"),
         (_workers({"model": ""}), "a string that is not empty"),
     ],
 )
@@ -227,6 +228,13 @@ def test_password_file(tmp_path: Path) -> None:
 def test_worker_settings_are_the_input_fields_of_the_message() -> None:
     fields = index_pb2.Worker.DESCRIPTOR.fields
     assert {f.name for f in fields if f.number < 30} == set(WorkerConfig.__struct_fields__)
+
+
+def test_worker_settings_become_a_registration() -> None:
+    worker = load(env=_workers({"aliases": ["a"], "role": "DECODE"})).config.workers[0]
+    registration = worker.registration()
+    assert (registration.role, registration.aliases) == ("DECODE", ("a",))
+    assert set(registration.__struct_fields__) == set(WorkerConfig.__struct_fields__)
 
 
 def test_schema_describes_every_key() -> None:

@@ -24,6 +24,7 @@ from kvindexd.config.schema import (
     WorkerConfig,
     parse_listen,
 )
+from kvindexd.registration import InvalidRegistration
 from kvindexd.telemetry import mask_secrets
 
 PREFIX = "KVINDEXD_"
@@ -32,7 +33,6 @@ _NOT_SETTINGS = frozenset({"KVINDEXD_CONFIG", "KVINDEXD_SERVER"})
 _KUBERNETES = re.compile(
     r"KVINDEXD_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)"
 )
-_ZMQ_ENDPOINT = re.compile(r"(tcp|ipc|inproc)://.+")
 
 
 class Row(NamedTuple):
@@ -252,7 +252,10 @@ def _check(settings: Settings) -> None:
         raise _wrong("redis.url", config.redis.url, source, 'a URL like "redis://host:6379/0"')
     seen: dict[tuple[str, str, int], int] = {}
     for i, worker in enumerate(config.workers):
-        _check_worker(i, worker, settings.source("workers"))
+        try:
+            worker.registration().check()
+        except InvalidRegistration as error:
+            raise ConfigError(f"workers[{i}].{error} ({settings.source('workers')})") from None
         first = seen.setdefault((worker.namespace, worker.worker_id, worker.dp_rank), i)
         if first != i:
             raise ConfigError(
@@ -272,17 +275,6 @@ def _check_listen(settings: Settings, section: str, may_be_off: bool) -> None:
         hint = ' or "" for off' if may_be_off else ""
         source = settings.source(key)
         raise _wrong(key, listen, source, f'host:port like "127.0.0.1:9000"{hint}') from None
-
-
-def _check_worker(index: int, worker: WorkerConfig, source: str) -> None:
-    for name in ("kv_events_endpoint", "replay_endpoint"):
-        endpoint = getattr(worker, name)
-        if endpoint and not _ZMQ_ENDPOINT.fullmatch(endpoint):
-            expected = 'a ZMQ endpoint like "tcp://host:5557"'
-            raise _wrong(f"workers[{index}].{name}", endpoint, source, expected)
-    if worker.dp_rank >= max(worker.dp_size, 1) and worker.dp_size:
-        expected = f"less than dp_size ({worker.dp_size})"
-        raise _wrong(f"workers[{index}].dp_rank", worker.dp_rank, source, expected)
 
 
 def _dotted() -> list[str]:

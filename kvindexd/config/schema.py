@@ -9,8 +9,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from kvindexd.registration import Registration, RoleName
+
 Treatment = Literal["main", "auxiliary", "ignored"]
-RoleName = Literal["MIXED", "PREFILL", "DECODE"]
 
 
 def default_data_dir() -> str:
@@ -208,6 +209,10 @@ class WorkerConfig(Section, frozen=True, kw_only=True):
     hidden_groups: Annotated[
         bool, Meta(description="Some groups publish nothing: answers are upper bounds")
     ] = False
+
+    def registration(self) -> Registration:
+        """The same, as the rest of the daemon keeps it."""
+        return msgspec.convert(msgspec.structs.asdict(self), Registration)
 
 
 class Config(Section, frozen=True, kw_only=True):
