@@ -32,13 +32,8 @@ class Order:
         return (last.seq, last.ts) if last else (-1, _NEVER)
 
     def is_straggler(self, frame: Frame) -> bool:
-        """Of the process before: beyond our sequence, but older than this one's first batch.
-
-        Contiguous frames are taken at their number: a clock that was set back is no straggler.
-        """
-        if frame.ts is None or self.began is None or frame.seq == self.last_seq + 1:
-            return False
-        return frame.ts < self.began
+        """Of the process before: beyond our sequence, but older than this one's first batch."""
+        return frame.ts is not None and self.began is not None and frame.ts < self.began
 
     def clear(self) -> int:
         """A new incarnation: forget what was handed out, not what waits. Returns the last seq."""
@@ -54,32 +49,29 @@ class Order:
         self.applied.add(frame)
         out.append(Apply(frame, replayed))
 
-    def release(self, out: list[Action]) -> None:
-        """Hand out the held frames that follow without a hole."""
-        while self.held and (frame := self.held.pop(self.last_seq + 1)) is not None:
+    def release(self, out: list[Action], below: int | None = None) -> None:
+        """Hand out the held frames that follow without a hole, up to but not including `below`."""
+        while self.held and self.last_seq + 1 != below:
+            frame = self.held.pop(self.last_seq + 1)
+            if frame is None:
+                return
+            if self.is_straggler(frame):
+                out.append(Dropped(frame.seq, "late"))
+                return
             self.hand_out(frame, False, out)
 
     def give_up(self, reason: str, out: list[Action]) -> None:
         """Stop waiting: hand out all that is held, and report each hole before, in order."""
         for frame in self.held.drain():
-            if frame.seq <= self.last_seq:
-                out.append(Dropped(frame.seq, "duplicate"))
-            elif self.is_straggler(frame):
-                out.append(Dropped(frame.seq, "late"))
-            else:
-                self._lose(frame.seq, reason, out)
-                self.hand_out(frame, False, out)
+            self._let_go(frame, reason, out)
 
     def close_holes(self, upto: int, reason: str, out: list[Action]) -> None:
         """Make `upto` the next sequence: hand out what is held below it, report what is not."""
         for frame in self.held.drain():
             if frame.seq >= upto:
                 self.held.add(frame)
-            elif frame.seq > self.last_seq:
-                self._lose(frame.seq, reason, out)
-                self.hand_out(frame, False, out)
             else:
-                out.append(Dropped(frame.seq, "duplicate"))
+                self._let_go(frame, reason, out)
         self._lose(upto, reason, out)
 
     def report_gap(self, upto: int, out: list[Action]) -> None:
@@ -88,6 +80,15 @@ class Order:
         if first < upto:
             out.append(Gap(first, upto - 1))
         self._gaps_to = max(self._gaps_to, upto - 1)
+
+    def _let_go(self, frame: Frame, reason: str, out: list[Action]) -> None:
+        if frame.seq <= self.last_seq:
+            out.append(Dropped(frame.seq, "duplicate"))
+        elif self.is_straggler(frame):
+            out.append(Dropped(frame.seq, "late"))
+        else:
+            self._lose(frame.seq, reason, out)
+            self.hand_out(frame, False, out)
 
     def _lose(self, upto: int, reason: str, out: list[Action]) -> None:
         first, last = self.last_seq + 1, upto - 1

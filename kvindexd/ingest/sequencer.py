@@ -37,8 +37,9 @@ class _Flight(msgspec.Struct):
     id: int
     start: int
     why: str
-    overlaps: bool  # it asked for batches that are recorded
-    verified: bool = False  # one of them came back unchanged
+    last: int  # last batch handed out when it was sent
+    top: int  # newest batch known when it was sent
+    verified: bool = False  # a batch came back unchanged, or there was none to compare
     returned: int = 0
     applied: int = 0
 
@@ -67,6 +68,7 @@ class Sequencer:
         self._retry_at = 0.0
         self._sync_pending = False  # connected, and not compared with the engine since
         self._ask_again = False  # reconnected while a request was under way
+        self._heard = False  # a frame ahead of ours came since the last (re)connection
         self._suspect_until: float | None = None
         self._suspected = False
         self._late_run = 0
@@ -110,6 +112,7 @@ class Sequencer:
         if not self._config.replay:
             return out
         self._sync_pending = True
+        self._heard = False
         if self._flight is not None:
             self._ask_again = True
         else:
@@ -125,7 +128,7 @@ class Sequencer:
         if known is not None and known.digest == frame.digest:
             out.append(Dropped(frame.seq, "duplicate"))
         elif frame.seq > top_seq:
-            if order.is_straggler(frame):
+            if frame.seq != self.last_seq + 1 and order.is_straggler(frame):
                 self._late(frame, now, out)
             else:
                 self._ahead(frame, now, out)
@@ -168,7 +171,8 @@ class Sequencer:
         self._flight = None
         if outcome is ReplayOutcome.COMPLETE:
             self._failures, self._retry_at = 0, now
-            if flight.overlaps and flight.returned == 0 and not self._order.held:
+            heard = self._heard and self._order.held and not self._proven
+            if flight.start <= flight.top and flight.returned == 0 and not heard:
                 self._nothing_there(flight, now, out)
                 return out
             self._sync_pending = False
@@ -200,13 +204,14 @@ class Sequencer:
     # -- live frames -------------------------------------------------------------------------
 
     def _ahead(self, frame: Frame, now: float, out: list[Action]) -> None:
+        self._heard = True
         if self._flight is not None:
             self._hold(frame, now, out)
         elif self._suspected:
             # It speaks: compare again, now that its buffer cannot be empty.
             self._suspected, self._suspect_until = False, None
+            self._order.held.add(frame)
             self._ask("probe", out)
-            self._hold(frame, now, out)
         elif frame.seq == self.last_seq + 1:
             self._apply(frame, False, out)
         else:
@@ -246,27 +251,27 @@ class Sequencer:
 
     def _take(self, flight: _Flight, frame: Frame, now: float, out: list[Action]) -> None:
         """A replayed batch that is new to us."""
-        order = self._order
-        rival = order.held.get(frame.seq)
-        if rival is not None and rival.digest != frame.digest:
-            if rival.ts is not None and frame.ts is not None and rival.ts > frame.ts:
+        order, held = self._order, self._order.held
+        rival = held.get(frame.seq)
+        if rival is not None:
+            held.pop(frame.seq)
+            if rival.digest == frame.digest:
+                out.append(Dropped(frame.seq, "duplicate"))
+            elif rival.ts is not None and frame.ts is not None and rival.ts > frame.ts:
                 self._restart("replay_conflict", rival, now, out)
                 return
-            out.append(Dropped(frame.seq, "superseded"))
-        self._release(out)
-        if frame.seq <= self.last_seq:
-            out.append(Dropped(frame.seq, "duplicate"))
-            return
+            else:
+                out.append(Dropped(frame.seq, "superseded"))
+        order.release(out, below=frame.seq)
         if frame.seq > self.last_seq + 1 and flight.applied:
             # A hole inside one reply: the sender's queue ran over. The batches are in its buffer.
             self._cancel(out)
             order.report_gap(frame.seq, out)
             self._ask("gap", out)
             return
-        if flight.overlaps and not flight.verified and flight.why != "gap":
+        if not flight.verified and flight.start <= flight.last and flight.why != "gap":
             self._adopt_unverified(frame, out)
         order.close_holes(frame.seq, "not_in_buffer", out)
-        order.held.pop(frame.seq)
         self._apply(frame, True, out)
         flight.applied += 1
         flight.verified = True
@@ -290,7 +295,7 @@ class Sequencer:
                 out.append(Dropped(waiting.seq, "superseded"))
         self._reset("replay_mismatch", out)
         if flight.start == 0 and flight.returned == 1:
-            flight.overlaps = False  # this very reply tells it from the beginning
+            flight.verified = True  # this very reply tells it from the beginning
             self._take(flight, frame, now, out)
             return
         self._cancel(out)
@@ -301,9 +306,13 @@ class Sequencer:
 
         The newest batch is always in its buffer. So this engine has published fewer batches than
         that, or it keeps no buffer. Ask from 0; an empty buffer there convicts a server that has
-        returned batches before, else one that is still silent after a grace period.
+        returned batches before, else one that is still silent after a grace period. (A server
+        that never returned any, of an engine that was just heard, simply keeps none.)
         """
-        if flight.start > 0:
+        again, self._ask_again = self._ask_again, False
+        if again:
+            self._ask("connect", out)  # that reply was from before the reconnection
+        elif flight.start > 0:
             self._ask("probe", out, from_zero=True)
         elif self._proven or self._suspected:
             self._sync_pending = False
@@ -315,11 +324,13 @@ class Sequencer:
     def _settle(self, flight: _Flight, reason: str, now: float, out: list[Action]) -> None:
         """After a reply: release what waits; ask again where it can help, else report the loss."""
         order = self._order
-        self._release(out)
+        order.release(out)
         if order.held:
             order.report_gap(order.held.lowest, out)
         again, self._ask_again = self._ask_again, False
-        if again or (order.held and flight.applied):
+        # No use asking twice for a hole that was known when the request was sent.
+        helps = order.held and (flight.applied or order.held.lowest > flight.top)
+        if again or helps:
             self._ask("connect" if again else "gap", out)
         else:
             order.give_up(reason, out)
@@ -327,9 +338,10 @@ class Sequencer:
     # -- requests ----------------------------------------------------------------------------
 
     def _ask(self, why: str, out: list[Action], *, from_zero: bool = False) -> None:
-        start = 0 if from_zero else self._order.applied.overlap_start(self._config.overlap)
+        order = self._order
+        start = 0 if from_zero else order.applied.overlap_start(self._config.overlap)
         self._requests += 1
-        self._flight = _Flight(self._requests, start, why, overlaps=start <= self.last_seq)
+        self._flight = _Flight(self._requests, start, why, order.last_seq, order.top()[0])
         out.append(AskReplay(self._requests, start, why))
 
     def _cancel(self, out: list[Action]) -> None:
@@ -348,10 +360,6 @@ class Sequencer:
     def _apply(self, frame: Frame, replayed: bool, out: list[Action]) -> None:
         self._late_run = 0
         self._order.hand_out(frame, replayed, out)
-
-    def _release(self, out: list[Action]) -> None:
-        self._late_run = 0
-        self._order.release(out)
 
     # -- incarnations ------------------------------------------------------------------------
 
