@@ -11,7 +11,7 @@ import numpy.typing as npt
 _T = TypeVar("_T", bound=np.generic)
 
 _PAGE = mmap.PAGESIZE
-_HUGE_FROM = 16 << 20
+_HUGE_FROM = 4 << 20
 """Bytes from which huge pages are asked for: random reads of large lanes miss the TLB without."""
 
 

@@ -283,8 +283,7 @@ class Table:
         rows = self._index.find(names)
         missing = (rows == 0).nonzero()[0]
         if missing.size:
-            self._insert(names, adds, missing, part)
-            rows[missing] = self._index.find(names[missing])
+            self._insert(names, adds, rows, missing, part)
             known = rows.nonzero()[0]
             if known.size < len(rows):
                 rows, adds, planes = rows[known], adds[known], planes[known]
@@ -304,27 +303,38 @@ class Table:
         self,
         names: Names,
         adds: npt.NDArray[np.bool_],
+        rows: Rows,
         missing: npt.NDArray[np.int64],
         part: Mutations,
     ) -> None:
         """Give rows to the names at `missing` that are added, in the order they come in."""
         at = missing[adds[missing]]
-        fresh = names[at]
-        if not len(fresh):
+        if not len(at):
             return
+        fresh = names[at]
+        plain = len(at) == len(missing)
         ordered = np.sort(fresh)
         if ordered[0] == 0 or (ordered[1:] == ordered[:-1]).any():
-            fresh, firsts = np.unique(fresh, return_index=True)
-            firsts.sort()
-            at = at[firsts]
-            real = (names[at] != 0).nonzero()[0]
-            self.refused += len(at) - len(real)
-            at = at[real]
+            plain = False
+            at = self._distinct(fresh, at)
             fresh = names[at]
-        rows = self._allocate(len(fresh))
-        self._parents.a[rows] = part["parent"][at]
-        self._lengths.a[rows] = part["length"][at]
-        self._index.insert(rows, fresh)
+        made = self._allocate(len(fresh))
+        self._parents.a[made] = part["parent"][at]
+        self._lengths.a[made] = part["length"][at]
+        self._index.insert(made, fresh)
+        if plain:
+            rows[at] = made
+        else:
+            rows[missing] = self._index.find(names[missing])
+
+    def _distinct(self, fresh: Names, at: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The places in `at` of the first mention of each name, without block 0."""
+        found, firsts = np.unique(fresh, return_index=True)
+        if found[0] == 0:
+            self.refused += int(np.count_nonzero(fresh == 0))
+            firsts = firsts[1:]
+        firsts.sort()
+        return at[firsts]
 
     def _write(self, column: int, plane: int, rows: Rows, adds: npt.NDArray[np.bool_]) -> Rows:
         """Set or clear one column's bit in one plane; the rows whose word is zero after a clear."""
