@@ -1,0 +1,226 @@
+"""One rank's way from frames in order to the store: decode, apply, write, all or nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import structlog
+
+from kvindexd.ingest.actions import SequencerState
+from kvindexd.ingest.counting import RankCounters
+from kvindexd.ingest.frame import Frame
+from kvindexd.model import BatchDelta, Profile
+from kvindexd.residency import Options, Residency
+from kvindexd.store import Store
+from kvindexd.store.errors import StoreFull, StoreUnavailable
+from kvindexd.store.records import Lease, Snapshot
+from kvindexd.wire import Batch, BatchError, decode_batch
+
+log = structlog.get_logger(__name__)
+
+BURST_RECORDS = 8192
+"""Records after which coalesced batches are written, so that one write stays short."""
+_SAVE_EVERY = 64
+"""Batches after which the sequencer's history is saved anyway."""
+_YIELD_SECONDS = 0.004
+"""How long applying may hold the event loop before others get a turn."""
+
+
+class SavedRank(msgspec.Struct, array_like=True):
+    """The opaque `state` of a rank in the store: the residency's, and the sequencer's."""
+
+    residency: bytes = b""
+    sequencer: SequencerState | None = None
+
+
+class RankWriter:
+    """Owns the residency of one rank under one lease.
+
+    `apply` and `reset` change it in memory and queue what to write; `flush` writes everything
+    queued in one call. After any StoreError other than StoreUnavailable and StoreFull the writer
+    must be thrown away and the rank be loaded anew.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        lease: Lease,
+        options: Options,
+        counters: RankCounters,
+        sequencer_state: Callable[[], SequencerState],
+    ) -> None:
+        self._store = store
+        self._lease = lease
+        self._counters = counters
+        self._sequencer_state = sequencer_state
+        self.residency = Residency(options)
+        self.last_ts = 0.0
+        self._queue: list[BatchDelta] = []
+        self._records = 0
+        self._residency_state = b""
+        self._since_save = 0
+        self._full = False
+        self._events: Callable[[Frame, Batch], None] | None = None
+
+    async def load(self, snapshot: Snapshot) -> SequencerState:
+        """Take over what is stored; returns where the sequence stands."""
+        saved = _decode_saved(snapshot.state)
+        profile = (
+            msgspec.msgpack.decode(snapshot.profile, type=Profile)
+            if snapshot.profile
+            else Profile()
+        )
+        blocks = [pair async for pair in snapshot.blocks()]
+        parked = [pair async for pair in snapshot.parked()]
+        self.residency.restore(profile, saved.residency or None, blocks, iter(parked))
+        self._residency_state = saved.residency
+        self.last_ts = snapshot.last_ts
+        return SequencerState.resume(
+            snapshot.last_seq, snapshot.last_ts, snapshot.last_digest, saved.sequencer
+        )
+
+    def watch(self, listener: Callable[[Frame, Batch], None] | None) -> None:
+        """Show every decoded batch to `listener` (TailWorker), before it is applied."""
+        self._events = listener
+
+    # -- changes ------------------------------------------------------------------------------
+
+    async def apply(self, frame: Frame) -> None:
+        """Decode and apply one frame. A payload that is no batch still takes up its number."""
+        try:
+            batch = decode_batch(frame.payload)
+        except BatchError as e:
+            self._counters.decode_error()
+            self._counters.add(f"dropped:{e.reason}")
+            log.debug("payload_rejected", worker=str(self._lease.key), seq=frame.seq, error=str(e))
+            batch = Batch(frame.ts if frame.ts is not None else self.last_ts, [])
+        self._counters.batch(batch)
+        if self._events is not None:
+            self._events(frame, batch)
+        started = time.perf_counter()
+        for _ in self.residency.apply_steps(batch, now=time.time()):
+            if time.perf_counter() - started > _YIELD_SECONDS:
+                await asyncio.sleep(0)
+                started = time.perf_counter()
+        self.last_ts = batch.ts
+        self._take(frame.seq, batch.ts, frame.digest)
+        if self._records >= BURST_RECORDS:
+            await self.flush()
+
+    def reset(self, *, incarnation: bool) -> None:
+        """Drop every claim; with `incarnation`, what the engine has shown of itself too."""
+        self.residency.reset(incarnation=incarnation)
+
+    def _take(self, seq: int, ts: float, digest: int) -> None:
+        self._counters.add_all(self.residency.counters)
+        delta = self.residency.take_delta(seq=seq, ts=ts, digest=digest)
+        delta.counters = self._counters.take()
+        if delta.clear:
+            # Nothing queued before a clear matters to anyone any more.
+            for dropped in self._queue:
+                self._counters.give_back(dropped.counters)
+            self._queue.clear()
+            self._records = 0
+        if delta.state is not None:
+            self._residency_state = delta.state
+        self._since_save += 1
+        if delta.state is not None or self._since_save >= _SAVE_EVERY:
+            self._since_save = 0
+            saved = SavedRank(self._residency_state, self._sequencer_state())
+            delta.state = msgspec.msgpack.encode(saved)
+        self._queue.append(delta)
+        self._records += len(delta.blocks) + len(delta.parked) + 1
+
+    def save(self) -> None:
+        """Queue the sequencer's history, as before a release."""
+        self._since_save = _SAVE_EVERY
+        if self.residency.has_changes or self._since_save:
+            self._take(-1, self.last_ts, 0)
+
+    # -- writing ------------------------------------------------------------------------------
+
+    async def flush(self) -> None:
+        """Write everything queued. Raises StoreUnavailable with the queue kept for a retry."""
+        if self.residency.has_changes:
+            self._take(-1, self.last_ts, 0)
+        while self._queue:
+            batch, count = list(self._queue), len(self._queue)
+            try:
+                await self._store.apply(self._lease, batch)
+            except StoreFull as e:
+                del self._queue[: e.applied]
+                self._shed(str(e))
+                continue
+            del self._queue[:count]
+            self._records = sum(len(d.blocks) + len(d.parked) + 1 for d in self._queue)
+            if self._full:
+                self._full = False
+                log.info("store_has_room", worker=str(self._lease.key))
+
+    def _shed(self, why: str) -> None:
+        """The server is full: what could not be written is forgotten (under-report), and what
+        remains to be written is removals, which a full server still takes."""
+        if not self._full:
+            self._full = True
+            log.error(
+                "store_full",
+                worker=str(self._lease.key),
+                cost="new blocks are not indexed",
+                error=why,
+            )
+        last = self._queue[-1]
+        clear = any(d.clear for d in self._queue)
+        lost = self.residency.shed(self._queue)
+        self._counters.add("dropped:store_full", lost)
+        for delta in self._queue:
+            self._counters.give_back(delta.counters)
+        self._queue.clear()
+        delta = self.residency.take_delta(seq=last.seq, ts=last.ts, digest=last.digest)
+        self._queue.append(
+            BatchDelta(
+                seq=last.seq,
+                ts=last.ts,
+                digest=last.digest,
+                clear=clear or delta.clear,
+                blocks={f: r for f, r in delta.blocks.items() if r is None},
+                parked={f: r for f, r in delta.parked.items() if r is None},
+                mutations=delta.mutations,
+                tier_blocks=delta.tier_blocks,
+            )
+        )
+
+
+async def persist(flush: Callable[[], Awaitable[None]], worker: str) -> None:
+    """Flush until the store answers; one line when it goes away and one when it is back."""
+    attempt = 0
+    while True:
+        try:
+            await flush()
+        except StoreUnavailable as e:
+            if attempt == 0:
+                log.warning(
+                    "store_unavailable",
+                    worker=worker,
+                    error=str(e),
+                    cost="batches wait in memory and in the socket, answers go stale",
+                )
+            attempt += 1
+            await asyncio.sleep(min(5.0, 0.1 * 2.0 ** min(attempt, 6)) * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
+        else:
+            if attempt:
+                log.info("store_back", worker=worker, attempts=attempt)
+            return
+
+
+def _decode_saved(state: bytes | None) -> SavedRank:
+    if not state:
+        return SavedRank()
+    try:
+        return msgspec.msgpack.decode(state, type=SavedRank)
+    except msgspec.MsgspecError:
+        log.warning("saved_state_unreadable", cost="what the engine had shown is learned again")
+        return SavedRank()
