@@ -1,0 +1,254 @@
+"""`kvindexd workers`: the registry."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from kvindexd.cli.client import (
+    CALL_TIMEOUT,
+    DEFAULT_SERVER,
+    NamespaceOption,
+    ServerOption,
+    connect,
+)
+from kvindexd.cli.options import LabelOption, RoleName, parse_labels
+from kvindexd.cli.output import JsonOption, console, plain, print_json, state_text, table
+from kvindexd.v1 import index_pb2 as pb
+
+WorkerArgument = Annotated[str, typer.Argument(metavar="WORKER", help="Worker id.")]
+RankOption = Annotated[
+    int | None, typer.Option("--dp-rank", "--rank", min=0, help="One rank; default: all ranks.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the app."""
+    group = typer.Typer(no_args_is_help=True, help="List, register and tend workers.")
+    group.command("list")(list_)
+    group.command("show")(show)
+    group.command("add")(add)
+    group.command("remove")(remove)
+    group.command("drain")(drain)
+    group.command("purge")(purge)
+    group.command("resync")(resync)
+    app.add_typer(group, name="workers")
+
+
+def list_(
+    model: Annotated[str, typer.Option(help="Only this model's.")] = "",
+    namespace: NamespaceOption = "",
+    stale: Annotated[bool, typer.Option(help="Show STALE workers too.")] = True,
+    server: ServerOption = DEFAULT_SERVER,
+    as_json: JsonOption = False,
+) -> None:
+    """List worker ranks with their state."""
+    request = pb.ListWorkersRequest(model=model, namespace=namespace, include_stale=stale)
+    with connect(server) as client:
+        answer = client.admin.ListWorkers(request, timeout=CALL_TIMEOUT)
+    if as_json:
+        print_json(answer)
+    elif answer.workers:
+        console().print(_overview(answer.workers))
+    else:
+        typer.echo("no workers; register one with `kvindexd workers add`", err=True)
+
+
+def show(
+    worker: WorkerArgument,
+    dp_rank: Annotated[int, typer.Option("--dp-rank", "--rank", min=0, help="Rank.")] = 0,
+    namespace: NamespaceOption = "",
+    server: ServerOption = DEFAULT_SERVER,
+    as_json: JsonOption = False,
+) -> None:
+    """Show all that is known of one worker rank."""
+    request = pb.GetWorkerRequest(worker_id=worker, dp_rank=dp_rank, namespace=namespace)
+    with connect(server) as client:
+        answer = client.admin.GetWorker(request, timeout=CALL_TIMEOUT)
+    _print_worker(answer.worker, as_json)
+
+
+def add(
+    worker: WorkerArgument,
+    model: Annotated[str, typer.Option(help="Model id.")],
+    address: Annotated[str, typer.Option(help="host:port that serves requests.")],
+    kv_events_endpoint: Annotated[str, typer.Option(help="ZMQ endpoint of this rank's events.")],
+    replay_endpoint: Annotated[str, typer.Option(help="ZMQ endpoint of the replay socket.")] = "",
+    topic: Annotated[str, typer.Option(help="Subscription prefix; default: all.")] = "",
+    dp_rank: Annotated[int, typer.Option("--dp-rank", "--rank", min=0, help="Rank.")] = 0,
+    dp_size: Annotated[int, typer.Option(min=0, help="Number of ranks.")] = 0,
+    namespace: NamespaceOption = "",
+    block_size: Annotated[int, typer.Option(min=0, help="Tokens per block; 0 = learn.")] = 0,
+    engine: Annotated[str, typer.Option(help="vllm, sglang, ...")] = "",
+    role: Annotated[RoleName, typer.Option(help="What it serves.")] = RoleName.MIXED,
+    kv_layout: Annotated[str, typer.Option(help="LBHNC, ...")] = "",
+    tp_size: Annotated[int, typer.Option(min=0, help="Tensor-parallel size.")] = 0,
+    num_kv_heads: Annotated[int, typer.Option(min=0, help="KV heads of the model.")] = 0,
+    label: LabelOption = None,
+    alias: Annotated[list[str] | None, typer.Option(help="Other name; repeatable.")] = None,
+    eagle: Annotated[
+        bool, typer.Option("--eagle", help="The engine drops the last matched block.")
+    ] = False,
+    bind_events: Annotated[
+        bool, typer.Option("--bind-events", help="Bind the endpoint; the engine connects.")
+    ] = False,
+    chunk_size: Annotated[int, typer.Option(min=0, help="Tokens per attention chunk.")] = 0,
+    reports_reuse: Annotated[
+        bool, typer.Option("--reports-reuse", help="Reused blocks are announced again.")
+    ] = False,
+    hidden_groups: Annotated[
+        bool, typer.Option("--hidden-groups", help="Some groups publish nothing.")
+    ] = False,
+    server: ServerOption = DEFAULT_SERVER,
+    as_json: JsonOption = False,
+) -> None:
+    """Register a worker rank, or update it."""
+    message = pb.Worker(
+        worker_id=worker,
+        model=model,
+        address=address,
+        kv_events_endpoint=kv_events_endpoint,
+        replay_endpoint=replay_endpoint,
+        topic=topic,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+        namespace=namespace,
+        block_size=block_size,
+        engine=engine,
+        role=role.name,
+        kv_layout=kv_layout,
+        tp_size=tp_size,
+        num_kv_heads=num_kv_heads,
+        labels=parse_labels(label),
+        aliases=alias or [],
+        eagle=eagle,
+        bind_events=bind_events,
+        chunk_size=chunk_size,
+        reports_reuse=reports_reuse,
+        hidden_groups=hidden_groups,
+    )
+    with connect(server) as client:
+        answer = client.admin.RegisterWorker(
+            pb.RegisterWorkerRequest(worker=message), timeout=CALL_TIMEOUT
+        )
+    _print_worker(answer.worker, as_json)
+
+
+def remove(
+    worker: WorkerArgument,
+    dp_rank: RankOption = None,
+    namespace: NamespaceOption = "",
+    server: ServerOption = DEFAULT_SERVER,
+    as_json: JsonOption = False,
+) -> None:
+    """Deregister a worker and forget all that the index holds of it."""
+    request = pb.DeregisterWorkerRequest(worker_id=worker, dp_rank=dp_rank, namespace=namespace)
+    with connect(server) as client:
+        client.admin.DeregisterWorker(request, timeout=CALL_TIMEOUT)
+    if as_json:
+        print_json({})
+    else:
+        typer.echo(f"removed {worker}" + ("" if dp_rank is None else f" rank {dp_rank}"))
+
+
+def drain(
+    worker: WorkerArgument,
+    dp_rank: RankOption = None,
+    namespace: NamespaceOption = "",
+    server: ServerOption = DEFAULT_SERVER,
+    as_json: JsonOption = False,
+) -> None:
+    """Ask that a worker get no new requests."""
+    request = pb.DrainWorkerRequest(worker_id=worker, dp_rank=dp_rank, namespace=namespace)
+    with connect(server) as client:
+        answer = client.admin.DrainWorker(request, timeout=CALL_TIMEOUT)
+    _print_worker(answer.worker, as_json)
+
+
+def purge(
+    worker: WorkerArgument,
+    dp_rank: RankOption = None,
+    namespace: NamespaceOption = "",
+    server: ServerOption = DEFAULT_SERVER,
+    as_json: JsonOption = False,
+) -> None:
+    """Forget all that the index holds of a worker; it stays registered."""
+    request = pb.PurgeWorkerRequest(worker_id=worker, dp_rank=dp_rank, namespace=namespace)
+    with connect(server) as client:
+        answer = client.admin.PurgeWorker(request, timeout=CALL_TIMEOUT)
+    _print_worker(answer.worker, as_json)
+
+
+def resync(
+    worker: WorkerArgument,
+    dp_rank: RankOption = None,
+    namespace: NamespaceOption = "",
+    server: ServerOption = DEFAULT_SERVER,
+    as_json: JsonOption = False,
+) -> None:
+    """Forget, and ask the engine for a replay of its events."""
+    request = pb.ResyncWorkerRequest(worker_id=worker, dp_rank=dp_rank, namespace=namespace)
+    with connect(server) as client:
+        answer = client.admin.ResyncWorker(request, timeout=CALL_TIMEOUT)
+    _print_worker(answer.worker, as_json)
+
+
+def _overview(workers: Any) -> Any:
+    shown = table(
+        "WORKER, RANK, STATE, MODEL, ADDRESS, BLOCKS, EPOCH, SEQ, EVENT, GAPS, DETAIL",
+        right="RANK, BLOCKS, EPOCH, SEQ, EVENT, GAPS",
+    )
+    for w in workers:
+        shown.add_row(
+            f"{w.namespace}/{w.worker_id}" if w.namespace else w.worker_id,
+            str(w.dp_rank),
+            state_text(pb.WorkerState.Name(w.state)),
+            w.model,
+            w.address,
+            f"{sum(w.blocks.values()):,}",
+            str(w.epoch),
+            str(w.last_seq),
+            f"{_ago(w.last_event_ms_ago)} ago" if w.last_seq >= 0 else "-",
+            str(w.counters.get("gaps", 0)),
+            w.detail,
+        )
+    return shown
+
+
+def _ago(milliseconds: int) -> str:
+    seconds = milliseconds / 1000
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+def _print_worker(worker: pb.Worker, as_json: bool) -> None:
+    if as_json:
+        print_json({"worker": plain(worker)})
+        return
+    shown = table("FIELD, VALUE")
+    for name, value in plain(worker).items():
+        if name == "groups":
+            continue
+        if isinstance(value, dict):
+            value = ", ".join(f"{k}={v}" for k, v in value.items())
+        text = state_text(value) if name == "state" else str(value)
+        if value not in ("", [], 0, False) or name in ("dp_rank", "epoch", "revision", "last_seq"):
+            shown.add_row(name, text)
+    out = console()
+    out.print(shown)
+    if worker.groups:
+        out.print()
+        out.print(_groups(worker))
+
+
+def _groups(worker: pb.Worker) -> Any:
+    right = "GROUP, BLOCK SIZE, WINDOW, STORES"
+    shown = table("GROUP, KIND, BLOCK SIZE, WINDOW, TREATED AS, STORES", right=right)
+    for g in worker.groups:
+        window = str(g.sliding_window or "-")
+        numbers = (str(g.block_size), window, g.treated_as, f"{g.stores:,}")
+        shown.add_row(str(g.idx), g.kind or "(not on the wire)", *numbers)
+    return shown
