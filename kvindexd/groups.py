@@ -99,7 +99,7 @@ class Catalogue:
         self._overrides = dict(overrides or {})
         self.groups: dict[int, Group] = {}
         self.version = 0
-        """Rises whenever a group appears or its kind, block size or window changes."""
+        """Rises whenever a group appears or shows another kind, block size or window."""
 
     def classify(self, group_idx: int | None, kind: str | None) -> tuple[int, str]:
         """The (index, kind) that an event speaks of, filling in what it leaves out.
@@ -140,9 +140,8 @@ class Catalogue:
         if block_size in group.sizes:
             return
         group.sizes.add(block_size)
-        if block_size > group.block_size:
-            group.block_size = block_size
-            self.version += 1
+        group.block_size = max(group.block_size, block_size)
+        self.version += 1
 
     def get(self, group_idx: int | None) -> Group | None:
         """The group of a removal or a tier change; None when nothing is known of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 
 from kvindexd.model import ADD, REMOVE, EngineHash, GroupInfo, Plane, Slot
@@ -34,6 +35,8 @@ class Holdings:
         self._slot_ids: dict[Slot, int] = {}
         self._members: list[Membership | None] = []
         self._plane_ids: list[int] = []
+        self._lone: list[int] = []  # per slot: its plane where that depends on this slot alone
+        self._by_group: dict[tuple[int, int], list[int]] = {}
 
     # -- slots and planes ---------------------------------------------------------------------
 
@@ -49,12 +52,23 @@ class Holdings:
             self.replan()
         return found
 
+    def slots_of(self, tier: int, group: int) -> list[int]:
+        """Numbers of a group's slots in a tier, the largest entries first."""
+        return self._by_group.get((tier, group), [])
+
     def replan(self) -> None:
         """Recompute which copies make which bit, after the catalogue or the slots changed."""
         old = list(zip(self._members, self._plane_ids, strict=True))
         self._members = memberships(tuple(self._groups()), self.slots)
         self._plane_ids = [self._plane_id(m) for m in self._members]
         new = list(zip(self._members, self._plane_ids, strict=True))
+        self._lone = [
+            plane if member is not None and member.complete and len(member.shifts) == 1 else -1
+            for member, plane in new
+        ]
+        self._by_group.clear()
+        for i, slot in sorted(enumerate(self.slots), key=lambda s: -s[1].size):
+            self._by_group.setdefault((slot.tier, slot.group), []).append(i)
         if not self._held or new[: len(old)] == old:
             return
         seen: set[int] = set()
@@ -91,10 +105,25 @@ class Holdings:
 
     def bind(self, engine_hash: EngineHash, block: Block) -> None:
         """Bind a hash that is unbound, or bound without copies."""
+        self.blocks.pop(engine_hash, None)
         self.blocks[engine_hash] = block
         self.idle.pop(engine_hash, None)
         self.idle[engine_hash] = None
         self.dirty.add(engine_hash)
+
+    def store(self, engine_hash: EngineHash, block: Block, slot: int) -> None:
+        """`bind` a fresh block and `add` its first copy, in one step."""
+        shift = slot * COUNT_BITS
+        if self.blocks.pop(engine_hash, None) is not None:
+            self.idle.pop(engine_hash, None)
+        block.copies = 1 << shift
+        self.blocks[engine_hash] = block
+        self.dirty.add(engine_hash)
+        self._shift_held(block, slot, shift, 1)
+
+    def touch(self, engine_hash: EngineHash) -> None:
+        """The engine spoke of this block again: it is the youngest of the claims."""
+        self.blocks[engine_hash] = self.blocks.pop(engine_hash)
 
     def count(self, block: Block, slot: int) -> int:
         """Copies of a block in a slot."""
@@ -137,18 +166,21 @@ class Holdings:
             self._held[name] = after
         else:
             del self._held[name]
-        member = self._members[slot]
-        if member is None:
-            return
-        had, has = member.holds(before), member.holds(after)
+        lone = self._lone[slot]
+        if lone >= 0:
+            had, has = (before >> shift) & COUNT_MASK > 0, (after >> shift) & COUNT_MASK > 0
+        else:
+            member = self._members[slot]
+            if member is None:
+                return
+            lone = self._plane_ids[slot]
+            had, has = member.holds(before), member.holds(after)
         if had != has:
-            self._emit(block, self._plane_ids[slot], ADD if has else REMOVE)
+            self._emit(block, lone, ADD if has else REMOVE)
         elif has:
             # Several hashes share the name: say again what holds, so that a replica that read
             # their records at different moments still ends up right.
-            self.mutations += pack_mutation(
-                name, block.parent, block.length, self._plane_ids[slot], ADD
-            )
+            self.mutations += pack_mutation(name, block.parent, block.length, lone, ADD)
 
     def _emit(self, block: Block, plane: int, op: int) -> None:
         self.plane_counts[plane] += 1 if op == ADD else -1
@@ -159,18 +191,42 @@ class Holdings:
         block = self.blocks.get(engine_hash)
         if block is None:
             return
-        for slot, n in counts(block.copies):
-            self.drop(engine_hash, block, slot, n)
+        self.expire(engine_hash)
         del self.blocks[engine_hash]
         self.idle.pop(engine_hash, None)
         self.dirty.add(engine_hash)
 
-    def trim_idle(self, limit: int) -> int:
-        """Forget the bindings longest without copies beyond `limit` in all; returns how many."""
-        surplus = min(len(self.blocks) - limit, len(self.idle))
-        for _ in range(max(0, surplus)):
-            self.forget(next(iter(self.idle)))
-        return max(0, surplus)
+    def surplus_idle(self, limit: int) -> list[EngineHash]:
+        """The bindings longest without copies, to be forgotten when all exceed `limit`.
+
+        A few more than needed, so that the search is not made for every batch.
+        """
+        surplus = len(self.blocks) - limit
+        if surplus <= 0:
+            return []
+        return list(itertools.islice(self.idle, surplus + _slack(limit)))
+
+    def surplus_claims(self, limit: int) -> list[EngineHash]:
+        """The held blocks longest unconfirmed, to be expired when the held exceed `limit`."""
+        surplus = len(self.blocks) - len(self.idle) - limit
+        if surplus <= 0:
+            return []
+        surplus += _slack(limit)
+        oldest: list[EngineHash] = []
+        passed: list[EngineHash] = []
+        for engine_hash, block in self.blocks.items():
+            (oldest if block.copies else passed).append(engine_hash)
+            if len(oldest) == surplus:
+                break
+        for engine_hash in passed:  # the next search need not pass idle ones again
+            self.touch(engine_hash)
+        return oldest
+
+    def expire(self, engine_hash: EngineHash) -> None:
+        """Drop every copy of a block; its binding stays."""
+        block = self.blocks[engine_hash]
+        for slot, n in counts(block.copies):
+            self.drop(engine_hash, block, slot, n)
 
     def drop_tiers(self, tiers: Iterable[int]) -> None:
         """Drop every copy in the given tiers; bindings stay."""
@@ -211,6 +267,10 @@ class Holdings:
         """After the last `load_block`: nothing is dirty, nothing is to be told."""
         self.dirty.clear()
         self.mutations.clear()
+
+
+def _slack(limit: int) -> int:
+    return min(limit // 64, 4096)
 
 
 def _bits(assignment: list[tuple[Membership | None, int]], packed: int) -> set[int]:

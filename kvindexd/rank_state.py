@@ -16,6 +16,9 @@ from kvindexd.records import UNBOUND, Block, field_of, hash_of, pack, unpack
 from kvindexd.waiting import WaitingRoom
 from kvindexd.wire.events import BlockStored
 
+_PAUSE = 256
+"""Blocks to trim between two pauses."""
+
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """What an operator may set for one worker rank; times in seconds, limits in entries."""
@@ -24,6 +27,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     reports_reuse: bool = False
     unbound_ttl: float = 60.0
     bindings: int = 4_000_000
+    blocks: int = 4_000_000
     parked: int = 10_000
     parked_age: float = 300.0
 
@@ -60,6 +64,7 @@ class RankState:
         self._listed: dict[EngineHash, list[EngineHash]] = {}
         self._cleared = False
         self._saved: tuple[bytes, bytes] = (b"", b"")
+        self._saved_shape: tuple[object, ...] = ()
 
     def _infos(self) -> tuple[GroupInfo, ...]:
         return self.catalogue.infos()
@@ -84,6 +89,7 @@ class RankState:
     def _credit_bound(
         self, engine_hash: EngineHash, block: Block, slot: int, event: BlockStored
     ) -> None:
+        self.holdings.touch(engine_hash)
         if self._is_repeat(event) and self.holdings.count(block, slot):
             self.counters["reannounced"] += 1
             return
@@ -98,15 +104,16 @@ class RankState:
         block = self.holdings.blocks.get(engine_hash)
         if block is not None:
             holdings = self.holdings
-            slots = [
-                (key.size, i)
-                for i, key in enumerate(holdings.slots)
-                if key.tier == tier and key.group == group and holdings.count(block, i)
-            ]
-            if slots:
-                slot = max(slots)[1]
-                n = 1 if left is None else holdings.count(block, slot) - left
-                holdings.drop(engine_hash, block, slot, n)
+            for slot in holdings.slots_of(tier, group):
+                have = holdings.count(block, slot)
+                if not have:
+                    continue
+                if left is None:
+                    holdings.drop(engine_hash, block, slot)
+                elif left > have:
+                    holdings.add(engine_hash, block, slot, left - have)
+                else:
+                    holdings.drop(engine_hash, block, slot, have - left)
                 return True
         if engine_hash in self._listed:
             for unbound in self._listed.pop(engine_hash):
@@ -124,6 +131,7 @@ class RankState:
         self._cleared = True
         if incarnation:
             self.catalogue = Catalogue(self.options.treat_as)
+            self._saved_shape = ()
             self.holdings = Holdings(self._infos)
             self.placer = Placer(self.holdings)
             self.unit, self.lookahead, self.pairs = chain.UNIT, 0, False
@@ -145,15 +153,24 @@ class RankState:
         if not self._unbound:
             self._listed.clear()
 
+    def _trim(self) -> Iterator[None]:
+        """Keep to the limits, pausing now and then; engines that never say a removal, or lose
+        one, would otherwise be believed for ever."""
+        for i, engine_hash in enumerate(self.holdings.surplus_claims(self.options.blocks)):
+            self.holdings.expire(engine_hash)
+            self.counters["claims_expired"] += 1
+            if i % _PAUSE == 0:
+                yield
+        for i, engine_hash in enumerate(self.holdings.surplus_idle(self.options.bindings)):
+            self.holdings.forget(engine_hash)
+            self.counters["bindings_forgotten"] += 1
+            if i % _PAUSE == 0:
+                yield
+
     # -- what the store keeps -----------------------------------------------------------------
 
     def profile(self) -> Profile:
         """What scoring must know of this rank."""
-        held_back = sum(
-            1
-            for entry in self.waiting.unplaced.values()
-            if any(self._is_auxiliary(slot.group) for slot in entry.copies)
-        )
         return Profile(
             unit=self.unit,
             lookahead=self.lookahead,
@@ -161,18 +178,20 @@ class RankState:
             groups=self._infos(),
             planes=tuple(self.holdings.planes),
             slots=tuple(self.holdings.slots),
-            unlocated=held_back,
+            unlocated=self._unlocated(),
         )
 
-    def _is_auxiliary(self, group: int) -> bool:
-        known = self.catalogue.groups.get(group)
-        return known is not None and known.treated_as is Treatment.AUXILIARY
+    def _unlocated(self) -> int:
+        """Blocks of auxiliary groups that are held and could not be placed."""
+        auxiliary = self.catalogue.by_treatment(Treatment.AUXILIARY)
+        return sum(self.waiting.per_group[g.idx] for g in auxiliary)
 
     def take_delta(self, *, seq: int, ts: float, digest: int) -> BatchDelta:
         """All changes since the last call, ready for one atomic write."""
         blocks, dirty = self.holdings.blocks, self.holdings.dirty
         written = {field_of(h): pack(blocks[h]) if h in blocks else None for h in dirty}
-        profile, state = self._encoded()
+        shape = self._shape()
+        encoded = self._encoded() if shape != self._saved_shape else self._saved
         delta = BatchDelta(
             seq=seq,
             ts=ts,
@@ -181,21 +200,63 @@ class RankState:
             blocks=written,
             parked=self.waiting.drain_changes(),
             mutations=bytes(self.holdings.mutations),
-            profile=profile if profile != self._saved[0] or self._cleared else None,
-            state=state if state != self._saved[1] or self._cleared else None,
+            profile=encoded[0] if encoded[0] != self._saved[0] or self._cleared else None,
+            state=encoded[1] if encoded[1] != self._saved[1] or self._cleared else None,
             counters=dict(self.counters),
             tier_blocks=self.tier_blocks(),
         )
-        self._saved = (profile, state)
+        self._saved, self._saved_shape = encoded, shape
         self._cleared = False
         self.counters.clear()
         self.holdings.settle()
         return delta
 
+    @property
+    def has_changes(self) -> bool:
+        """Whether `take_delta` would have something to say besides counters."""
+        return self._cleared or bool(self.holdings.dirty or self.waiting.changed)
+
+    def forget_saved(self) -> None:
+        """Give the profile and the state again with the next delta: they were not written."""
+        self._saved = (b"", b"")
+
+    def shed(self, deltas: Iterable[BatchDelta]) -> int:
+        """Forget every block and waiting store that these deltas would have written; how many."""
+        lost = 0
+        for delta in deltas:
+            for field, record in delta.blocks.items():
+                if record is not None:
+                    lost += 1
+                    self.holdings.forget(hash_of(field))
+                    self.holdings.dirty.add(hash_of(field))
+            lost += sum(record is not None for record in delta.parked.values())
+        self.waiting.forget_all(f for d in deltas for f, r in d.parked.items() if r is not None)
+        return lost
+
+    def main_block_size(self) -> int:
+        """The block size that the lowest main group has shown, in tokens; 0 = none yet."""
+        main = self.catalogue.by_treatment(Treatment.MAIN)
+        return main[0].block_size if main else 0
+
     def tier_blocks(self) -> tuple[int, int, int, int]:
         """Blocks per tier as operators count them: the main groups', each once."""
         return self.holdings.tier_blocks(
             {g.kind for g in self.catalogue.by_treatment(Treatment.MAIN)} or MAIN_KINDS
+        )
+
+    def _shape(self) -> tuple[object, ...]:
+        """Equal while `_encoded` would say the same: cheaper than saying it for every batch."""
+        return (
+            self.catalogue.version,
+            len(self.holdings.slots),
+            len(self.holdings.planes),
+            self.unit,
+            self.lookahead,
+            self.pairs,
+            self._unlocated(),
+            self.seen_extras,
+            self.placer.saved(),
+            self.placer.sglang,
         )
 
     def _encoded(self) -> tuple[bytes, bytes]:
@@ -232,4 +293,4 @@ class RankState:
                 self._unbound[engine_hash] = 0.0
         self.waiting.load(parked)
         self.holdings.settle()
-        self._saved = self._encoded()
+        self._saved, self._saved_shape = self._encoded(), self._shape()

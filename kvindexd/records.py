@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -22,7 +23,8 @@ UNBOUND = b"\0unbound:"
 _head = struct.Struct("<BIQQ")
 _u64 = struct.Struct("<Q")
 _pair = struct.Struct("<BH")
-_mutation = struct.Struct("<QQIBBH")
+_single = struct.Struct("<BIQQBH")
+_pack_mutation = struct.Struct("<QQIBBH").pack
 _SINGLE = np.dtype(
     [
         ("flags", "u1"),
@@ -35,26 +37,23 @@ _SINGLE = np.dtype(
 )
 
 
-class Block:
+class Block(msgspec.Struct, gc=False, eq=False):
     """What one engine hash is bound to, and where its copies are.
 
     `key`/`length`: the chain key at the block's end and its token count from the root. `name`:
     what queries probe (`key`, or the lookahead name). `parent`: the chain key at its start.
     `digest`: the engine's full digest where it was reproduced and the hash is shorter.
     `copies`: packed counts per slot (planes.COUNT_BITS each); 0 = bound, not resident.
+
+    Holds no references that could form a cycle, so that millions cost the collector nothing.
     """
 
-    __slots__ = ("copies", "digest", "key", "length", "name", "parent")
-
-    def __init__(
-        self, key: int, length: int, name: int, parent: int, digest: bytes | None = None
-    ) -> None:
-        self.key = key
-        self.length = length
-        self.name = name
-        self.parent = parent
-        self.digest = digest
-        self.copies = 0
+    key: int
+    length: int
+    name: int
+    parent: int
+    digest: bytes | None = None
+    copies: int = 0
 
 
 def field_of(engine_hash: EngineHash) -> bytes:
@@ -73,16 +72,16 @@ def hash_of(field: bytes) -> EngineHash:
 
 def pack(block: Block) -> bytes:
     """One block as a record."""
+    copies, name, digest = block.copies, block.name, block.digest
+    if 0 < copies <= COUNT_MASK and name == block.key and digest is None:
+        return _single.pack(0, block.length, name, block.parent, 0, copies)
     flags, middle = 0, b""
-    if block.name != block.key:
-        flags, middle = HAS_NAME, _u64.pack(block.name)
-    if block.digest is not None:
+    if name != block.key:
+        flags, middle = HAS_NAME, _u64.pack(name)
+    if digest is not None:
         flags |= HAS_DIGEST
-        middle += bytes((len(block.digest),)) + block.digest
+        middle += bytes((len(digest),)) + digest
     head = _head.pack(flags, block.length, block.key, block.parent)
-    copies = block.copies
-    if copies <= COUNT_MASK:
-        return head + middle + _pair.pack(0, copies) if copies else head + middle
     return head + middle + b"".join(_pair.pack(slot, n) for slot, n in counts(copies))
 
 
@@ -117,7 +116,7 @@ def unpack(record: bytes) -> Block:
 
 def pack_mutation(name: int, parent: int, length: int, plane: int, op: int) -> bytes:
     """One mutation in model.MUTATION's layout."""
-    return _mutation.pack(name, parent, length, plane, op, 0)
+    return _pack_mutation(name, parent, length, plane, op, 0)
 
 
 def decode_records(
@@ -144,7 +143,7 @@ def decode_records(
             member, plane = members[slot], ids[slot]
             if plane >= 0 and plane not in done and member and member.holds(block.copies):
                 done.add(plane)
-                buffer += _mutation.pack(block.name, block.parent, block.length, plane, ADD, 0)
+                buffer += _pack_mutation(block.name, block.parent, block.length, plane, ADD, 0)
     if buffer:
         out.append(np.frombuffer(bytes(buffer), MUTATION))
     return np.concatenate(out)

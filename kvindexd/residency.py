@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from kvindexd import chain
-from kvindexd.groups import ABSENT, NO_GROUP, Treatment, contradicts, tier_of
+from kvindexd.groups import Treatment, contradicts, tier_of
 from kvindexd.model import BatchDelta, EngineHash, Tier
 from kvindexd.placing import Place
 from kvindexd.rank_state import Options, RankState
@@ -45,9 +45,7 @@ class Residency(RankState):
             if clear_follows:
                 self._clear(first=not cleared)
                 cleared = True
-        dropped = self.holdings.trim_idle(self.options.bindings)
-        if dropped:
-            self.counters["bindings_forgotten"] += dropped
+        yield from self._trim()
 
     def _main_first(self, events: list[object]) -> Iterator[object]:
         """A stable partition: sparse groups are often announced before the dense group that
@@ -85,7 +83,7 @@ class Residency(RankState):
         for event in events:
             if not isinstance(event, BlockStored):
                 continue
-            if not event.tokens and event.kind is None and event.group_idx is not None:
+            if not event.tokens and event.kind is None:
                 continue
             group = self.catalogue.learn(event.group_idx, event.kind, event.window)
             group.stores += 1
@@ -170,10 +168,11 @@ class Residency(RankState):
         holdings = self.holdings
         for engine_hash, block, is_new in blocks:
             if is_new:
-                holdings.bind(engine_hash, block)
-            self._credit_bound(engine_hash, block, slot, event)
-        finer = self.placer.extend(event, place, self.unit, dense=True)
-        self._arrived([*(h for h, _, is_new in blocks if is_new), *finer])
+                holdings.store(engine_hash, block, slot)
+            else:
+                self._credit_bound(engine_hash, block, slot, event)
+        self._arrived(event.hashes)
+        self._arrived(self.placer.extend(event, place, self.unit, dense=True))
 
     def _sparse_main(self, event: BlockStored, place: Place, slot: int, now: float) -> None:
         self.counters["sparse"] += 1
@@ -233,16 +232,16 @@ class Residency(RankState):
             self.counters["dropped:unknown_medium"] += 1
             return
         group = self.catalogue.get(event.group_idx)
-        if group is None:
-            idx, kind = self.catalogue.classify(event.group_idx, event.kind)
-            main = self.catalogue.by_treatment(Treatment.MAIN)
-            if idx == NO_GROUP and main:
-                group = main[0]
-            elif kind == ABSENT or event.kind is not None:
-                group = self.catalogue.learn(event.group_idx, event.kind, event.window)
+        main = self.catalogue.by_treatment(Treatment.MAIN)
+        if group is None and event.group_idx is None and main:
+            group = main[0]
         if group is None or group.treated_as is Treatment.IGNORED:
             kind = group.kind if group is not None else "unknown"
             self.counters[f"filtered:{kind}"] += 1
+            return
+        if not group.block_size:
+            # Nothing has shown yet how many tokens such a block has.
+            self.counters["dropped:unknown_size"] += 1
             return
         slot = self.holdings.slot(tier, group.idx, group.block_size)
         for engine_hash in event.hashes:
@@ -252,7 +251,7 @@ class Residency(RankState):
 
     def _arrived(self, hashes: Iterable[EngineHash]) -> None:
         """Newly bound hashes: what waited for them moves in, and so do their children."""
-        queue = list(hashes)
+        queue = self.waiting.awaited(hashes)
         while queue:
             engine_hash = queue.pop()
             block = self.holdings.blocks.get(engine_hash)
@@ -261,7 +260,7 @@ class Residency(RankState):
             for where, n in self.waiting.take(engine_hash).items():
                 self.holdings.add(engine_hash, block, self.holdings.slot(*where), n)
             for event in self.waiting.children(engine_hash):
-                queue += self._adopt(event)
+                queue += self.waiting.awaited(self._adopt(event))
 
     def _adopt(self, event: BlockStored) -> list[EngineHash]:
         """Bind a parked event's hashes now that its parent is known; its copies wait by hash."""

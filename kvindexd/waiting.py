@@ -8,7 +8,8 @@ that a parked store that is gone cannot come back when its parent arrives.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -46,10 +47,18 @@ class WaitingRoom:
         self._by_parent: dict[EngineHash, list[int]] = {}
         self._next = 0
         self.unplaced: dict[EngineHash, Unplaced] = {}
+        self.per_group: Counter[int] = Counter()
+        """Unplaced (hash, slot) pairs by group index."""
         self.changed: set[bytes] = set()
 
     def __len__(self) -> int:
         return len(self._orphans)
+
+    def awaited(self, hashes: Iterable[EngineHash]) -> list[EngineHash]:
+        """Those of `hashes` that something waits for."""
+        if not self.unplaced and not self._by_parent:
+            return []
+        return [h for h in hashes if h in self.unplaced or h in self._by_parent]
 
     # -- orphans ------------------------------------------------------------------------------
 
@@ -93,7 +102,10 @@ class WaitingRoom:
         entry = self.unplaced.get(engine_hash)
         if entry is None:
             entry = self.unplaced[engine_hash] = Unplaced(now, {})
-        entry.copies[slot] = entry.copies.get(slot, 0) + n
+        have = entry.copies.get(slot, 0)
+        entry.copies[slot] = have + n
+        if not have:
+            self.per_group[slot.group] += 1
         self.changed.add(_UNPLACED + field_of(engine_hash))
 
     def count(self, engine_hash: EngineHash, slot: Slot) -> int:
@@ -114,6 +126,7 @@ class WaitingRoom:
             entry.copies[slots[0]] = n
         else:
             del entry.copies[slots[0]]
+            self.per_group[group] -= 1
             if not entry.copies:
                 del self.unplaced[engine_hash]
         self.changed.add(_UNPLACED + field_of(engine_hash))
@@ -124,8 +137,13 @@ class WaitingRoom:
         entry = self.unplaced.pop(engine_hash, None)
         if entry is None:
             return {}
+        self._uncount(entry)
         self.changed.add(_UNPLACED + field_of(engine_hash))
         return entry.copies
+
+    def _uncount(self, entry: Unplaced) -> None:
+        for slot in entry.copies:
+            self.per_group[slot.group] -= 1
 
     def drop_tiers(self, tiers: set[int]) -> None:
         """Forget waiting copies in the given tiers."""
@@ -133,7 +151,9 @@ class WaitingRoom:
             entry = self.unplaced[engine_hash]
             kept = {s: n for s, n in entry.copies.items() if s.tier not in tiers}
             if len(kept) != len(entry.copies):
+                self._uncount(entry)
                 entry.copies = kept
+                self.per_group.update(s.group for s in kept)
                 if not kept:
                     del self.unplaced[engine_hash]
                 self.changed.add(_UNPLACED + field_of(engine_hash))
@@ -149,15 +169,29 @@ class WaitingRoom:
             if len(self.unplaced) <= self._limit and now - oldest.at <= self._max_age:
                 break
             del self.unplaced[engine_hash]
+            self._uncount(oldest)
             self.changed.add(_UNPLACED + field_of(engine_hash))
             unplaced += 1
         return orphans, unplaced
+
+    def forget_all(self, fields: Iterable[bytes]) -> None:
+        """Forget what these store fields hold."""
+        for field in fields:
+            if field.startswith(_UNPLACED):
+                self.unplaced.pop(hash_of(field[1:]), None)
+            else:
+                orphan = self._orphans.pop(int.from_bytes(field[1:], "big"), None)
+                if orphan is not None:
+                    rest = [n for n in self._by_parent[orphan.parent] if n != orphan.number]
+                    self._by_parent[orphan.parent] = rest
+            self.changed.add(field)
 
     def clear(self) -> None:
         """Forget everything; the store forgets its copy by the same clear."""
         self._orphans.clear()
         self._by_parent.clear()
         self.unplaced.clear()
+        self.per_group.clear()
         self.changed.clear()
 
     def drain_changes(self) -> dict[bytes, bytes | None]:
@@ -196,6 +230,7 @@ class WaitingRoom:
             self._next = orphan.number + 1
         for at, engine_hash, slots in sorted(unplaced, key=lambda u: u[0]):
             self.unplaced[engine_hash] = Unplaced(at, slots)
+            self.per_group.update(s.group for s in slots)
 
 
 def _orphan_field(number: int) -> bytes:

@@ -63,17 +63,17 @@ class _StoredArray(_StoredFields, array_like=True, tag="BlockStored"):
     origin: ClassVar[str | None] = None
 
 
-class _Removed(msgspec.Struct, tag="BlockRemoved"):
+class _RemovedFields(msgspec.Struct):
     block_hashes: list[Any]
     medium: str | None = None
     group_idx: int | None = None
+
+
+class _Removed(_RemovedFields, tag="BlockRemoved"):
     remaining_copy_counts: list[int] | None = None
 
 
-class _RemovedArray(msgspec.Struct, array_like=True, tag="BlockRemoved"):
-    block_hashes: list[Any]
-    medium: str | None = None
-    group_idx: int | None = None
+class _RemovedArray(_RemovedFields, array_like=True, tag="BlockRemoved"):
     remaining_copy_counts: ClassVar[list[int] | None] = None
 
 
@@ -186,9 +186,9 @@ def decode_event(raw: msgspec.Raw) -> Event:
 
 def _convert(event: _AnyStored | _AnyRemoved | _Cleared | _ClearedArray) -> Event:
     try:
-        if isinstance(event, _Stored | _StoredArray):
+        if isinstance(event, _StoredFields):
             return _stored(event)
-        if isinstance(event, _Removed | _RemovedArray):
+        if isinstance(event, _RemovedFields):
             return _removed(event)
         return AllBlocksCleared()
     except _Invalid as e:
