@@ -130,7 +130,8 @@ async def _write(
     except StoreFull as e:
         raise await _removals_before(core, lease, deltas, before, e) from e
     except BaseException:
-        lease.unsure = lease.unsure or Unsure(call, deltas)
+        # All of them build on the same position, so that at most one can have happened.
+        lease.unsure.append(Unsure(call, deltas))
         raise
     if reply[0] == b"DAMAGED":
         lease.intact = False
@@ -140,7 +141,7 @@ async def _write(
     _, epoch, revision, applied, expires = reply
     _wrote(lease, deltas, int(epoch), int(revision))
     lease.expires_ms = int(expires)
-    lease.unsure = None
+    lease.unsure.clear()
     lease.intact = True
     return int(applied), len(deltas)
 
@@ -155,10 +156,10 @@ async def _adopt_or_diverge(
     """The store is elsewhere than the lease: because of an own call whose reply was lost (then go
     on from there, without its deltas), or because we are no longer its continuation."""
     epoch, revision, last_call = int(reply[1]), int(reply[2]), reply[3].decode()
-    unsure = lease.unsure
-    if unsure is None or unsure.call != last_call:
+    unsure = next((u for u in lease.unsure if u.call == last_call), None)
+    if unsure is None:
         raise Diverged(str(lease.key), lease.position, (epoch, revision))
-    lease.unsure = None
+    lease.unsure.clear()
     _wrote(lease, unsure.deltas, epoch, revision)
     n = len(unsure.deltas)
     if list(deltas[:n]) == list(unsure.deltas):

@@ -39,7 +39,7 @@ class Lease:
     expires_ms: int
     ask_seen: int = 0
     calls: int = 0
-    unsure: Unsure | None = None
+    unsure: list[Unsure] = field(default_factory=list)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
 
     @property

@@ -145,6 +145,11 @@ class Store:
         """Number of shards of this store."""
         return self._core.shards
 
+    @property
+    def birth(self) -> str:
+        """A name for the data: another one after `verify` means that the servers lost theirs."""
+        return self._birth
+
     async def ping(self) -> None:
         """Return if every shard's server answers."""
         for shard in range(self.shards):
