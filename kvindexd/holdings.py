@@ -247,6 +247,20 @@ class Holdings:
         self._held.clear()
         self.plane_counts = [0] * len(self.planes)
 
+    def retell(self) -> None:
+        """Mark every block as dirty and give every bit again."""
+        self.dirty = set(self.blocks)
+        self.mutations.clear()
+        assignment = list(zip(self._members, self._plane_ids, strict=True))
+        seen: set[int] = set()
+        for block in self.blocks.values():
+            if block.copies and block.name not in seen:
+                seen.add(block.name)
+                for plane in _bits(assignment, self._held[block.name]):
+                    self.mutations += pack_mutation(
+                        block.name, block.parent, block.length, plane, ADD
+                    )
+
     def load(self, slots: Iterable[Slot], planes: Iterable[Plane]) -> None:
         """Take over the numbering of an earlier process, before its blocks."""
         self.slots = list(slots)

@@ -233,6 +233,13 @@ class RankState:
         self.waiting.forget_all(f for d in deltas for f, r in d.parked.items() if r is not None)
         return lost
 
+    def rewrite(self) -> None:
+        """Give everything again with the next delta, behind a clear: the store lost some of it."""
+        self.forget_saved()
+        self._cleared = True
+        self.holdings.retell()
+        self.waiting.retell()
+
     def main_block_size(self) -> int:
         """The block size that the lowest main group has shown, in tokens; 0 = none yet."""
         main = self.catalogue.by_treatment(Treatment.MAIN)

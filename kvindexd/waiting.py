@@ -186,6 +186,11 @@ class WaitingRoom:
                     self._by_parent[orphan.parent] = rest
             self.changed.add(field)
 
+    def retell(self) -> None:
+        """Mark everything as changed."""
+        self.changed = {_orphan_field(n) for n in self._orphans}
+        self.changed |= {_UNPLACED + field_of(h) for h in self.unplaced}
+
     def clear(self) -> None:
         """Forget everything; the store forgets its copy by the same clear."""
         self._orphans.clear()

@@ -5,18 +5,29 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import msgspec
+import numpy as np
 import structlog
 
 from kvindexd.ingest.actions import SequencerState
 from kvindexd.ingest.counting import RankCounters
 from kvindexd.ingest.frame import Frame
-from kvindexd.model import BatchDelta, Profile
+from kvindexd.model import MUTATION, REMOVE, BatchDelta, Profile
+from kvindexd.registration import Registration
 from kvindexd.residency import Options, Residency
 from kvindexd.store import Store
-from kvindexd.store.errors import StoreFull, StoreUnavailable
+from kvindexd.store.errors import (
+    Damaged,
+    Diverged,
+    Fenced,
+    LeaseHeld,
+    NotRegistered,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+)
 from kvindexd.store.records import Lease, Snapshot
 from kvindexd.wire import Batch, BatchError, decode_batch
 
@@ -50,11 +61,14 @@ class RankWriter:
         store: Store,
         lease: Lease,
         options: Options,
+        registration: Registration,
         counters: RankCounters,
         sequencer_state: Callable[[], SequencerState],
     ) -> None:
         self._store = store
-        self._lease = lease
+        self.lease = lease
+        self._registration = registration
+        self._birth = store.birth
         self._counters = counters
         self._sequencer_state = sequencer_state
         self.residency = Residency(options)
@@ -64,6 +78,8 @@ class RankWriter:
         self._residency_state = b""
         self._since_save = 0
         self._full = False
+        self._applying = False
+        self._written = (lease.last_seq, lease.last_ts, lease.last_digest)
         self._events: Callable[[Frame, Batch], None] | None = None
 
     async def load(self, snapshot: Snapshot) -> SequencerState:
@@ -96,20 +112,22 @@ class RankWriter:
         except BatchError as e:
             self._counters.decode_error()
             self._counters.add(f"dropped:{e.reason}")
-            log.debug("payload_rejected", worker=str(self._lease.key), seq=frame.seq, error=str(e))
+            log.debug("payload_rejected", worker=str(self.lease.key), seq=frame.seq, error=str(e))
             batch = Batch(frame.ts if frame.ts is not None else self.last_ts, [])
         self._counters.batch(batch)
         if self._events is not None:
             self._events(frame, batch)
+        self._applying = True
         started = time.perf_counter()
         for _ in self.residency.apply_steps(batch, now=time.time()):
             if time.perf_counter() - started > _YIELD_SECONDS:
                 await asyncio.sleep(0)
                 started = time.perf_counter()
+        self._applying = False
         self.last_ts = batch.ts
         self._take(frame.seq, batch.ts, frame.digest)
         if self._records >= BURST_RECORDS:
-            await self.flush()
+            await self.persist()
 
     def reset(self, *, incarnation: bool) -> None:
         """Drop every claim; with `incarnation`, what the engine has shown of itself too."""
@@ -136,30 +154,89 @@ class RankWriter:
         self._records += len(delta.blocks) + len(delta.parked) + 1
 
     def save(self) -> None:
-        """Queue the sequencer's history, as before a release."""
-        self._since_save = _SAVE_EVERY
-        if self.residency.has_changes or self._since_save:
+        """Queue where the sequence stands, as before a release."""
+        if not self._applying:
+            self._since_save = _SAVE_EVERY
             self._take(-1, self.last_ts, 0)
 
     # -- writing ------------------------------------------------------------------------------
 
     async def flush(self) -> None:
         """Write everything queued. Raises StoreUnavailable with the queue kept for a retry."""
-        if self.residency.has_changes:
+        if self.residency.has_changes and not self._applying:
             self._take(-1, self.last_ts, 0)
         while self._queue:
             batch, count = list(self._queue), len(self._queue)
             try:
-                await self._store.apply(self._lease, batch)
+                await self._store.apply(self.lease, batch)
             except StoreFull as e:
                 del self._queue[: e.applied]
                 self._shed(str(e))
                 continue
             del self._queue[:count]
+            for delta in batch:
+                if delta.seq >= 0 or delta.clear:
+                    self._written = (delta.seq, delta.ts, delta.digest)
             self._records = sum(len(d.blocks) + len(d.parked) + 1 for d in self._queue)
             if self._full:
                 self._full = False
-                log.info("store_has_room", worker=str(self._lease.key))
+                log.info("store_has_room", worker=str(self.lease.key))
+
+    async def persist(self) -> None:
+        """Flush until the store takes it; one line when it goes away and one when it is back.
+
+        A store that lost writes (a failover, deleted keys, a restart without its data) is written
+        anew from memory, which is the continuation of what the engine said. Raises Fenced when
+        somebody else owns the rank by then, NotRegistered when it was deregistered.
+        """
+        attempt = 0
+        while True:
+            try:
+                await self.flush()
+            except StoreUnavailable as e:
+                if attempt == 0:
+                    log.warning(
+                        "store_unavailable",
+                        worker=str(self.lease.key),
+                        error=str(e),
+                        cost="batches wait in memory and in the socket; answers go stale",
+                    )
+                attempt += 1
+                await asyncio.sleep(_pause(attempt))
+            except (Diverged, Damaged, NotRegistered) as e:
+                await self._rewrite(e)
+            else:
+                if attempt:
+                    log.info("store_back", worker=str(self.lease.key), attempts=attempt)
+                return
+
+    async def _rewrite(self, why: StoreError) -> None:
+        """Own the rank anew and queue everything that is in memory, behind a clear."""
+        key, lease = self.lease.key, self.lease
+        if isinstance(why, NotRegistered):
+            self._birth = await register_again(self._store, self._registration, self._birth, why)
+        self._counters.add("rewrites")
+        log.warning(
+            "store_rewritten",
+            worker=str(key),
+            reason=str(why),
+            blocks=len(self.residency.holdings.blocks),
+        )
+        try:
+            self.lease = await self._store.acquire(key, lease.owner, lease.ttl_ms)
+        except LeaseHeld as e:
+            raise Fenced(str(key), e.owner) from e
+        seq, ts, digest = self._written
+        for delta in self._queue:
+            if delta.seq >= 0:
+                seq, ts, digest = delta.seq, delta.ts, delta.digest
+        for delta in self._queue:
+            self._counters.give_back(delta.counters)
+        self._queue.clear()
+        self._records = 0
+        self.residency.rewrite()
+        self._since_save = _SAVE_EVERY
+        self._take(seq, ts, digest)
 
     def _shed(self, why: str) -> None:
         """The server is full: what could not be written is forgotten (under-report), and what
@@ -168,52 +245,55 @@ class RankWriter:
             self._full = True
             log.error(
                 "store_full",
-                worker=str(self._lease.key),
+                worker=str(self.lease.key),
                 cost="new blocks are not indexed",
                 error=why,
             )
-        last = self._queue[-1]
-        clear = any(d.clear for d in self._queue)
-        lost = self.residency.shed(self._queue)
-        self._counters.add("dropped:store_full", lost)
-        for delta in self._queue:
-            self._counters.give_back(delta.counters)
+        queue, last = list(self._queue), self._queue[-1]
         self._queue.clear()
-        delta = self.residency.take_delta(seq=last.seq, ts=last.ts, digest=last.digest)
+        lost = self.residency.shed(queue)
+        self._counters.add("dropped:store_full", lost)
+        for delta in queue:
+            self._counters.give_back(delta.counters)
+        rest = self.residency.take_delta(seq=last.seq, ts=last.ts, digest=last.digest)
+        queue.append(rest)
         self._queue.append(
             BatchDelta(
                 seq=last.seq,
                 ts=last.ts,
                 digest=last.digest,
-                clear=clear or delta.clear,
-                blocks={f: r for f, r in delta.blocks.items() if r is None},
-                parked={f: r for f, r in delta.parked.items() if r is None},
-                mutations=delta.mutations,
-                tier_blocks=delta.tier_blocks,
+                clear=any(d.clear for d in queue),
+                blocks={f: None for d in queue for f, r in d.blocks.items() if r is None},
+                parked={f: None for d in queue for f, r in d.parked.items() if r is None},
+                mutations=b"".join(_removals(d.mutations) for d in queue),
+                tier_blocks=rest.tier_blocks,
             )
         )
+        self.residency.forget_saved()
 
 
-async def persist(flush: Callable[[], Awaitable[None]], worker: str) -> None:
-    """Flush until the store answers; one line when it goes away and one when it is back."""
-    attempt = 0
-    while True:
-        try:
-            await flush()
-        except StoreUnavailable as e:
-            if attempt == 0:
-                log.warning(
-                    "store_unavailable",
-                    worker=worker,
-                    error=str(e),
-                    cost="batches wait in memory and in the socket, answers go stale",
-                )
-            attempt += 1
-            await asyncio.sleep(min(5.0, 0.1 * 2.0 ** min(attempt, 6)) * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
-        else:
-            if attempt:
-                log.info("store_back", worker=worker, attempts=attempt)
-            return
+def _removals(mutations: bytes) -> bytes:
+    rows = np.frombuffer(mutations, MUTATION)
+    return bytes(rows[rows["op"] == REMOVE].tobytes())
+
+
+async def register_again(
+    store: Store, registration: Registration, birth: str, why: NotRegistered
+) -> str:
+    """Register a rank anew if the servers lost their data since `birth`; the new birth.
+
+    Raises `why` where they did not: then the rank was deregistered on purpose.
+    """
+    await store.verify()
+    if store.birth == birth:
+        raise why
+    log.warning("registered_again", worker=str(registration.key), reason="the store is empty")
+    await store.register(registration.key, registration.encode(), False, time.time())
+    return store.birth
+
+
+def _pause(attempt: int) -> float:
+    return min(5.0, 0.1 * 2.0 ** min(attempt, 6)) * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
 
 
 def _decode_saved(state: bytes | None) -> SavedRank:

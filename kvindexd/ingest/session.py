@@ -1,0 +1,347 @@
+"""What one lease on a rank does: sockets, replay, sequence, and writing, each by one task."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, Protocol
+
+import msgspec
+import structlog
+import zmq
+
+from kvindexd.ingest.actions import (
+    Action,
+    Apply,
+    AskReplay,
+    CancelReplay,
+    Dropped,
+    Gap,
+    Lost,
+    ReplayOutcome,
+    Restarted,
+    SequencerConfig,
+)
+from kvindexd.ingest.counting import RankCounters
+from kvindexd.ingest.frame import Frame
+from kvindexd.ingest.link import Link, LinkEvent
+from kvindexd.ingest.replay import ReplayClient, ReplaySettings
+from kvindexd.ingest.sequencer import Sequencer
+from kvindexd.ingest.transport import Delivery, Subscriber, SubscriberSettings
+from kvindexd.ingest.writer import RankWriter
+from kvindexd.rank_state import Options
+from kvindexd.registration import Registration
+from kvindexd.store import Store
+from kvindexd.store.errors import NotRegistered, StoreUnavailable
+from kvindexd.store.records import Lease
+from kvindexd.wire import Batch
+
+log = structlog.get_logger(__name__)
+
+CHECK = "check"
+"""Write where the sequence stands, to learn whether the store still knows the rank."""
+RESYNC = "resync"
+"""What an operator may ask of a rank's owner, see Store.ask."""
+_INBOX = 64
+_BURST = 256
+
+
+class IngestSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How every rank of this process is ingested. Times in seconds."""
+
+    owner: str
+    on_lost_events: Literal["reset", "keep"] = "reset"
+    replay_timeout: float = 2.0
+    buffer_batches: int = 10_000
+    receive_hwm: int = 100_000
+    max_event_bytes: int = 32 << 20
+    lease_ttl: float = 10.0
+    heartbeat: float = 2.0
+    event_grace: float = 30.0
+    options: Options = Options()
+
+
+class _Replayed(NamedTuple):
+    request_id: int
+    frames: Sequence[Frame]
+
+
+class _ReplayEnded(NamedTuple):
+    request_id: int
+    outcome: ReplayOutcome
+    detail: str
+
+
+class _Asked(NamedTuple):
+    what: str
+
+
+_Item = Delivery | _Replayed | _ReplayEnded | _Asked
+Listener = Callable[[Frame, Batch], None]
+
+
+class Judge(Protocol):
+    """Says how the rank is doing: (state, detail), from its link and its session."""
+
+    def __call__(self, link: Link, session: Session, now: float) -> tuple[str, str]:
+        """See RankIngest.judge."""
+        ...
+
+
+class Session:
+    """The tasks and the state of one lease."""
+
+    def __init__(
+        self,
+        registration: Registration,
+        store: Store,
+        lease: Lease,
+        settings: IngestSettings,
+        counters: RankCounters,
+        context: zmq.Context[zmq.Socket[bytes]],
+        judge: Judge,
+    ) -> None:
+        self._registration = registration
+        self._name = str(registration.key)
+        self._store = store
+        self._lease = lease
+        self._settings = settings
+        self._counters = counters
+        self._judge = judge
+        self._log = log.bind(worker=self._name)
+        self.listeners: set[Listener] = set()
+        self._inbox: asyncio.Queue[_Item] = asyncio.Queue(_INBOX)
+        self._replay: ReplayClient | None = None
+        if registration.replay_endpoint:
+            self._replay = ReplayClient(
+                ReplaySettings(
+                    endpoint=registration.replay_endpoint,
+                    reply_timeout=settings.replay_timeout,
+                    max_event_bytes=settings.max_event_bytes,
+                ),
+                context,
+            )
+        self._subscriber = Subscriber(
+            SubscriberSettings(
+                endpoint=registration.kv_events_endpoint,
+                topic=registration.topic,
+                bind=registration.bind_events,
+                max_event_bytes=settings.max_event_bytes,
+                receive_hwm=settings.receive_hwm,
+            ),
+            context,
+        )
+        self._config = SequencerConfig(
+            replay=self._replay is not None, buffer_batches=settings.buffer_batches
+        )
+        self._sequencer = Sequencer(self._config)
+        options = msgspec.structs.replace(
+            settings.options, reports_reuse=registration.reports_reuse
+        )
+        self.writer = RankWriter(
+            store, lease, options, registration, counters, lambda: self._sequencer.state()
+        )
+        self._tasks: asyncio.TaskGroup | None = None
+        self._replaying: tuple[int, asyncio.Task[None]] | None = None
+        self.lost = 0
+        self.sync_reason = "reading the store"
+        self._loaded = False
+
+    @property
+    def syncing(self) -> bool:
+        """Whether what is indexed may not be all there is."""
+        return not self._loaded or self._sequencer.syncing
+
+    async def run(self) -> None:
+        """Until cancelled, or until the store says that the lease is not ours any more."""
+        await self._load()
+        self.writer.watch(self._show)
+        async with self._subscriber, asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            tasks.create_task(self._receive(), name=f"receive {self._name}")
+            tasks.create_task(self._consume(), name=f"consume {self._name}")
+            tasks.create_task(self._beat(), name=f"heartbeat {self._name}")
+
+    async def _load(self) -> None:
+        if not self._lease.intact:
+            self._log.warning("records_missing", cost="the rank is cleared and replayed")
+            self.writer.reset(incarnation=True)
+        else:
+            state = await self.writer.load(await self._store.load(self._registration.key))
+            self._sequencer = Sequencer(self._config, state)
+        self._loaded = True
+
+    async def save(self) -> None:
+        """Write what is queued, and where the sequence stands."""
+        if self._loaded:
+            self.writer.save()
+            await self.writer.flush()
+
+    def _show(self, frame: Frame, batch: Batch) -> None:
+        for listener in tuple(self.listeners):
+            listener(frame, batch)
+
+    # -- tasks --------------------------------------------------------------------------------
+
+    async def _receive(self) -> None:
+        """Owns the SUB socket."""
+        while True:
+            delivery = await self._subscriber.receive(within=1.0)
+            if delivery.frames or delivery.links or delivery.dropped:
+                await self._inbox.put(delivery)
+
+    async def _consume(self) -> None:
+        """Carries out everything that happens, in order, and writes it in bursts."""
+        while True:
+            items = await self._next()
+            now = time.time()
+            for item in items:
+                await self._take(item, now)
+            await self._carry_out(self._sequencer.tick(now))
+            if self.writer.residency.needs_replay:
+                self.writer.residency.needs_replay = False
+                await self._carry_out(self._sequencer.resync(now))
+            await self.writer.persist()
+
+    async def _next(self) -> list[_Item]:
+        wake = self._sequencer.wake_at
+        timeout = None if wake is None else max(0.0, wake - time.time())
+        items: list[_Item] = []
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                items.append(await self._inbox.get())
+        while len(items) < _BURST and not self._inbox.empty():
+            items.append(self._inbox.get_nowait())
+        return items
+
+    async def _beat(self) -> None:
+        """Renews the lease, with what is known of the engine; takes requests left for us."""
+        link, down = self._subscriber.link, False
+        while True:
+            now = time.time()
+            state, detail = self._judge(link, self, now)
+            evidence = {
+                "state": state,
+                "detail": detail,
+                "last_event_ms": round((link.last_frame_at or 0.0) * 1000),
+            }
+            try:
+                result = await self._store.renew(self.writer.lease, None, evidence)
+                if result.ask is not None:
+                    await self._inbox.put(_Asked(result.ask))
+                if down:
+                    down = False
+                    self._log.info("heartbeat_back")
+                    await self._store.verify()
+            except NotRegistered:
+                # Deregistered, or lost by the store: the next write tells which.
+                await self._inbox.put(_Asked(CHECK))
+            except StoreUnavailable as e:
+                if not down:
+                    down = True
+                    self._log.warning("heartbeat_failed", error=str(e))
+            await asyncio.sleep(self._settings.heartbeat)
+
+    # -- what happens -------------------------------------------------------------------------
+
+    async def _take(self, item: _Item, now: float) -> None:
+        sequencer = self._sequencer
+        if isinstance(item, Delivery):
+            for reason, n in item.dropped.items():
+                self._counters.add(f"dropped:{reason}", n)
+            for event in item.links:
+                self._counters.add(f"link:{event.value}")
+                if event is LinkEvent.CONNECTED:
+                    await self._carry_out(sequencer.connected(now))
+            for frame in item.frames:
+                await self._carry_out(sequencer.live(frame, now))
+        elif isinstance(item, _Replayed):
+            for frame in item.frames:
+                await self._carry_out(sequencer.replayed(item.request_id, frame, now))
+        elif isinstance(item, _ReplayEnded):
+            self._counters.add(f"replay:{item.outcome.value}")
+            emit = self._log.info if item.outcome is ReplayOutcome.COMPLETE else self._log.warning
+            emit("replay_ended", outcome=item.outcome.value, detail=item.detail)
+            await self._carry_out(sequencer.replay_ended(item.request_id, item.outcome, now))
+        elif item.what == CHECK:
+            self.writer.save()
+        elif item.what == RESYNC:
+            self._log.info("resync_asked")
+            await self._carry_out(sequencer.resync(now))
+
+    async def _carry_out(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Apply):
+                await self.writer.apply(action.frame)
+            elif isinstance(action, Restarted):
+                self._restarted(action)
+            elif isinstance(action, Lost):
+                self._lose(action)
+            elif isinstance(action, Gap):
+                self._counters.add("gaps")
+                self._log.warning("gap", first=action.first, last=action.last)
+            elif isinstance(action, AskReplay):
+                self._ask(action)
+            elif isinstance(action, CancelReplay):
+                self._cancel_replay(action)
+            elif isinstance(action, Dropped):
+                self._counters.add(f"dropped:{action.reason}")
+
+    def _restarted(self, action: Restarted) -> None:
+        asked = action.reason == RESYNC
+        self._counters.add("resyncs" if asked else "restarts")
+        self.lost = 0
+        emit = self._log.info if asked else self._log.warning
+        emit(
+            "engine_restarted",
+            reason=action.reason,
+            last_seq=action.last_seq,
+            cost="what it held is forgotten until it is announced again",
+        )
+        self.writer.reset(incarnation=True)
+
+    def _lose(self, action: Lost) -> None:
+        n = action.last - action.first + 1
+        self._counters.add("lost_batches", n)
+        keep = self._settings.on_lost_events == "keep"
+        self._log.warning(
+            "events_lost",
+            first=action.first,
+            last=action.last,
+            reason=action.reason,
+            policy=self._settings.on_lost_events,
+            cost="answers may be wrong" if keep else "the rank's claims are dropped",
+        )
+        if keep:
+            self.lost += n
+        else:
+            self.writer.reset(incarnation=False)
+
+    # -- replay -------------------------------------------------------------------------------
+
+    def _ask(self, action: AskReplay) -> None:
+        if self._tasks is None or self._replay is None:
+            return
+        self.sync_reason = f"replay from {action.start} ({action.why})"
+        task = self._tasks.create_task(
+            self._run_replay(action.request_id, action.start), name=f"replay {self._name}"
+        )
+        self._replaying = (action.request_id, task)
+
+    async def _run_replay(self, request_id: int, start: int) -> None:
+        assert self._replay is not None  # noqa: S101 - _ask checks it
+
+        async def deliver(frames: Sequence[Frame]) -> None:
+            await self._inbox.put(_Replayed(request_id, frames))
+
+        result = await self._replay.run(start, deliver)
+        for reason, n in result.dropped.items():
+            self._counters.add(f"dropped:{reason}", n)
+        await self._inbox.put(_ReplayEnded(request_id, result.outcome, result.detail))
+
+    def _cancel_replay(self, action: CancelReplay) -> None:
+        if self._replaying is not None and self._replaying[0] == action.request_id:
+            self._replaying[1].cancel()
+            self._replaying = None

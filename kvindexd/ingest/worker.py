@@ -1,0 +1,208 @@
+"""One ingest task per worker rank: hold the lease, follow the engine, write the index."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import structlog
+import zmq
+
+from kvindexd.groups import Treatment
+from kvindexd.ingest.counting import RankCounters
+from kvindexd.ingest.link import Link, LinkState
+from kvindexd.ingest.session import IngestSettings, Session
+from kvindexd.ingest.transport import TransportError
+from kvindexd.ingest.writer import register_again
+from kvindexd.registration import Registration
+from kvindexd.store import Store
+from kvindexd.store.errors import (
+    Fenced,
+    LeaseHeld,
+    NotRegistered,
+    StoreError,
+    StoreUnavailable,
+)
+from kvindexd.store.records import Lease
+from kvindexd.telemetry import Metrics
+
+log = structlog.get_logger(__name__)
+
+__all__ = ["IngestSettings", "RankIngest"]
+
+_NO_HITS = "every prompt scores 0 here; groups.treat_as can override a kind"
+
+
+class RankIngest:
+    """Follows one rank for as long as it is registered; `run` returns when it is not.
+
+    One owner at a time: without the lease it waits and touches no socket. Everything that the
+    engine says passes through one inbox and is carried out by one task, in order.
+    """
+
+    def __init__(
+        self,
+        registration: Registration,
+        store: Store,
+        settings: IngestSettings,
+        metrics: Metrics,
+        context: zmq.Context[zmq.Socket[bytes]],
+    ) -> None:
+        self.registration = registration
+        self.key = registration.key
+        self._store = store
+        self._settings = settings
+        self._metrics = metrics
+        self._context = context
+        self._log = log.bind(worker=str(self.key))
+        self.counters = RankCounters(str(self.key), metrics)
+        self.session: Session | None = None
+        self.detail = "waiting for the lease"
+        self.state = "SYNCING"
+        self._birth = store.birth
+        self._degraded = ""
+        self._none_admitted = False
+
+    # -- the lease ----------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Follow the rank until it is deregistered or this task is cancelled."""
+        while True:
+            try:
+                await self._own(await self._acquire())
+            except NotRegistered as e:
+                if not await self._register_again(e):
+                    self._log.info("rank_gone")
+                    return
+            except Fenced as e:
+                self._stepped_down("deposed", e)
+            except (StoreError, TransportError) as e:
+                self._stepped_down("failed", e)
+                await asyncio.sleep(random.uniform(0.5, 1.5))  # noqa: S311 - jitter
+
+    async def _register_again(self, why: NotRegistered) -> bool:
+        """Whether the store had lost its data, and knows the rank again."""
+        try:
+            self._birth = await register_again(self._store, self.registration, self._birth, why)
+        except NotRegistered:
+            return False
+        except StoreError as e:
+            self._stepped_down("failed", e)
+            await asyncio.sleep(random.uniform(0.5, 1.5))  # noqa: S311 - jitter
+        return True
+
+    def _stepped_down(self, why: str, error: Exception) -> None:
+        self.counters.add(f"stepped_down:{why}")
+        self.detail = f"{why}: {error}"
+        self._log.warning("rank_stepped_down", why=why, error=str(error))
+
+    async def _acquire(self) -> Lease:
+        """Wait for the lease."""
+        waiting = ""
+        while True:
+            try:
+                ttl = int(self._settings.lease_ttl * 1000)
+                lease = await self._store.acquire(self.key, self._settings.owner, ttl)
+            except LeaseHeld as e:
+                if e.owner != waiting:
+                    waiting = e.owner
+                    self.detail = f"standby: owned by {e.owner}"
+                    self._log.info("rank_standby", owner=e.owner, expires_in=e.expires_in)
+                pause = min(max(e.expires_in, 0.05), self._settings.heartbeat)
+                await asyncio.sleep(pause * random.uniform(1.0, 1.2))  # noqa: S311 - jitter
+            except StoreUnavailable as e:
+                if self._degraded != "store":
+                    self._degraded = "store"
+                    self._log.warning("store_unavailable", error=str(e))
+                await asyncio.sleep(random.uniform(0.2, 1.0))  # noqa: S311 - jitter
+            else:
+                self._degraded = ""
+                self._log.info("rank_owned", epoch=lease.epoch, last_seq=lease.last_seq)
+                return lease
+
+    async def _own(self, lease: Lease) -> None:
+        """Everything done under one lease."""
+        session = Session(
+            self.registration,
+            self._store,
+            lease,
+            self._settings,
+            self.counters,
+            self._context,
+            self.judge,
+        )
+        self.session = session
+        try:
+            await session.run()
+        except BaseExceptionGroup as group:
+            raise _cause(group) from None
+        finally:
+            self.session = None
+            await self._hand_over(session)
+
+    async def _hand_over(self, session: Session) -> None:
+        """Write what is queued and release the lease, if it is still ours and the store answers."""
+        try:
+            async with asyncio.timeout(2.0):
+                await session.save()
+                await self._store.release(session.writer.lease)
+        except (StoreError, TimeoutError) as e:
+            self._log.info("lease_not_released", error=str(e) or "no answer in time")
+
+    # -- what the session reports -------------------------------------------------------------
+
+    def judge(self, link: Link, session: Session, now: float) -> tuple[str, str]:
+        """(state, detail) as operators see them; logs each change of finding once."""
+        self.state, self.detail = self._judged(link, session, now)
+        return self.state, self.detail
+
+    def _judged(self, link: Link, session: Session, now: float) -> tuple[str, str]:
+        words = link.describe(now)
+        if link.state is not LinkState.CONNECTED:
+            lost = link.state is LinkState.DISCONNECTED
+            stale = lost and now - link.since > self._settings.event_grace
+            return ("STALE" if stale else "SYNCING"), words
+        if session.syncing:
+            return "SYNCING", f"catching up: {session.sync_reason}; {words}"
+        problem = self._finding(session)
+        if problem:
+            return "LIVE", problem
+        if session.lost:
+            return "LIVE", f"{session.lost} batches were lost and their claims kept; {words}"
+        if session.writer.residency.catalogue.groups:
+            return "LIVE", words
+        return "LIVE", f"no events yet; {words}"
+
+    def _finding(self, session: Session) -> str:
+        residency = session.writer.residency
+        groups = residency.catalogue.groups.values()
+        stores = sum(g.stores for g in groups)
+        ignored = [g for g in groups if g.treated_as is Treatment.IGNORED]
+        none_admitted = stores > 0 and len(ignored) == len(residency.catalogue.groups)
+        if none_admitted != self._none_admitted:
+            self._none_admitted = none_admitted
+            self._metrics.worker_nothing_indexed.labels(str(self.key)).set(none_admitted)
+            kinds = sorted({g.kind for g in ignored})
+            if none_admitted:
+                self._log.warning("none_admitted", stores=stores, kinds=kinds, cost=_NO_HITS)
+            else:
+                self._log.info("admitting")
+        if none_admitted:
+            kinds = sorted({g.kind for g in ignored})
+            return f"0 of {stores} stores admitted, all of kind {', '.join(kinds)}: {_NO_HITS}"
+        expected = self.registration.block_size
+        shown = residency.main_block_size()
+        if expected and shown and expected != shown:
+            return (
+                f"block size mismatch: registered {expected}, events show {shown}; "
+                "answers use the events' size"
+            )
+        return ""
+
+
+def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The exception that ended a session: a fault of ours before what the store said."""
+    leaves: list[BaseException] = []
+    for e in group.exceptions:
+        leaves.append(_cause(e) if isinstance(e, BaseExceptionGroup) else e)
+    return next((e for e in leaves if not isinstance(e, StoreError)), leaves[0])
