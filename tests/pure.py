@@ -258,7 +258,7 @@ def dump(residency: Residency) -> tuple[Any, ...]:
     }
     groups = [msgspec.structs.replace(g, stores=0) for g in residency.catalogue.infos()]
     sizes = {g.idx: g.sizes for g in residency.catalogue.groups.values()}
-    orphans = [(o.number, o.at, o.parent, o.event) for o in waiting._orphans.values()]
+    orphans = [(o.at, o.parent, o.event) for o in waiting._orphans.values()]
     unplaced = {h: (u.at, u.copies) for h, u in waiting.unplaced.items()}
     return (
         blocks,
