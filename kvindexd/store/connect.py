@@ -14,10 +14,16 @@ from redis.exceptions import (
     AskError,
     AuthenticationError,
     AuthorizationError,
+    BusyLoadingError,
+    ClusterDownError,
+    MasterDownError,
     MovedError,
     NoPermissionError,
     NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
     ResponseError,
+    TryAgainError,
 )
 
 from kvindexd.store.errors import StoreDenied, StoreError, StoreFull, StoreUnavailable
@@ -51,11 +57,26 @@ class Limits(NamedTuple):
     deadline: float = 15.0
 
 
+# redis-py has classes for some codes, and takes the code out of their text.
+_CODES: tuple[tuple[type[BaseException], str], ...] = (
+    (OutOfMemoryError, "OOM"),
+    (ReadOnlyError, "READONLY"),
+    (MasterDownError, "MASTERDOWN"),
+    (TryAgainError, "TRYAGAIN"),
+    (ClusterDownError, "CLUSTERDOWN"),
+    (BusyLoadingError, "LOADING"),
+    (NoPermissionError, "NOPERM"),
+    (AuthenticationError, "WRONGPASS"),
+    (AuthorizationError, "NOPERM"),
+)
+
+
 def has_code(error: BaseException, codes: Sequence[str]) -> bool:
     """Whether an error reply carries one of the codes, also from inside a Redis 6.2 script."""
+    if any(isinstance(error, kind) and code in codes for kind, code in _CODES):
+        return True
     text = str(error)
-    head = text.split(" ", 1)[0]
-    return head in codes or any(f"-{code} " in text for code in codes)
+    return text.split(" ", 1)[0] in codes or any(f"-{code} " in text for code in codes)
 
 
 class Client:
@@ -273,7 +294,7 @@ def raise_reply(error: ResponseError, op: str, url: StoreURL) -> None:
         raise StoreFull(
             f"{url}: the server is at maxmemory, {op!r} refused; raise maxmemory or forget workers"
         ) from error
-    if isinstance(error, NoPermissionError) or has_code(error, _DENIED):
+    if has_code(error, _DENIED):
         raise StoreDenied(
             f"{url}: {op!r} is not allowed: {error}; the user needs commands +@all -@dangerous "
             "+info and keys ~kvx:*"
@@ -283,7 +304,7 @@ def raise_reply(error: ResponseError, op: str, url: StoreURL) -> None:
 
 def raise_if_denied(error: BaseException, url: StoreURL) -> None:
     """Raise StoreDenied for failures to connect that no retry mends."""
-    if isinstance(error, AuthenticationError | AuthorizationError) or has_code(error, _DENIED):
+    if has_code(error, _DENIED):
         raise StoreDenied(f"{url}: {error}; check user and password in the store URL") from error
     cause: BaseException | None = error
     while cause is not None:
