@@ -6,6 +6,7 @@ matrix with entries of e tokens speaks of the entry that ends at (i + 1) * e.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -152,13 +153,10 @@ def _matched(view: _View, tokens: int, *, device_only: bool) -> Ints:
         for entry in spec.partial:
             end = np.maximum(end, _partial_end(view.entries(spec, entry), end, entry, spec))
         ends.append(end)
-    if len(ends) == 1:
-        return ends[0]
-    step = min(s.block_size for s in geometry.main)
     lowest = np.minimum.reduce(ends)
-    coarsest = max(s.block_size for s in geometry.main)
-    grid = coarsest if not any(s.partial for s in geometry.main) else step
-    return np.asarray(lowest // grid * grid)
+    # Groups that end apart meet at a boundary of them all; a partial entry is no such boundary.
+    grid = math.lcm(*(s.block_size for s in geometry.main))
+    return np.asarray(np.where(lowest == np.maximum.reduce(ends), lowest, lowest // grid * grid))
 
 
 def _partial_end(held: Bools, full: Ints, entry: int, spec: Spec) -> Ints:
@@ -203,7 +201,7 @@ def _valid_full(held: Bools, spec: Spec, ends: Ints, chunk: int) -> Bools:
         depth = _prefix(held)
         return np.asarray((rows + 1)[:, None] <= depth[None, :])
     if spec.kind in CHUNK_KINDS:
-        need = (ends - ends // chunk * chunk) // spec.block_size
+        need = rows + 1 - ends // chunk * chunk // spec.block_size
     else:
         need = np.minimum(rows + 1, back)
     return np.asarray(_runs(held)[safe] >= need[:, None])
