@@ -103,7 +103,7 @@ def serving(data_dir: str) -> Iterator[str]:
         "KVINDEXD_INDEX__DATA_DIR": data_dir,
         "KVINDEXD_LOG__FORMAT": "json",
     }
-    process = subprocess.Popen(  # noqa: S603 - our own program
+    process = subprocess.Popen(
         [sys.executable, "-m", "kvindexd.cli.main", "serve"],
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
@@ -194,7 +194,12 @@ def _print(console: Console, rows: list[tuple[str, ...]]) -> None:
         before = row[0]
         wrong = ["" if cell == row[3] else " [red]✗[/]" for cell in row]
         table.add_row(
-            shown, row[1], f"[bold]{row[2]}[/]{wrong[2]}", row[3], row[4] + wrong[4], row[5] + wrong[5]
+            shown,
+            row[1],
+            f"[bold]{row[2]}[/]{wrong[2]}",
+            row[3],
+            row[4] + wrong[4],
+            row[5] + wrong[5],
         )
     console.print(table)
     console.print(
@@ -212,9 +217,10 @@ def main() -> int:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     publishers = {worker: Publisher(context) for worker in FRAMES}
     try:
-        with tempfile.TemporaryDirectory(prefix="kvindexd-demo-") as folder, serving(
-            folder
-        ) as address:
+        with (
+            tempfile.TemporaryDirectory(prefix="kvindexd-demo-") as folder,
+            serving(folder) as address,
+        ):
             console.print(f"kvindexd serves gRPC on {address}, with an embedded store")
             with grpc.insecure_channel(address) as channel:
                 admin = rpc.KVIndexAdminStub(channel)

@@ -116,6 +116,10 @@ class Catalogue:
             return idx, known.kind
         return idx, ABSENT if idx <= 0 else "unknown"
 
+    def treat(self, kind: str) -> Treatment:
+        """How a kind is treated here."""
+        return treatment(kind, self._overrides)
+
     def learn(self, group_idx: int | None, kind: str | None, window: int | None) -> Group:
         """The group of a store event, created or completed by what the event shows.
 

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from kvindexd._version import __version__
-from kvindexd.cli import blocks, config_commands, prompts, workers
+from kvindexd.cli import blocks, config_commands, prompts, serve, workers
 
 # Each module offers `register(app)`; a new command is added here, and nowhere else.
-COMMANDS = (workers, prompts, blocks, config_commands)
+COMMANDS = (serve, workers, prompts, blocks, config_commands)
 
 app = typer.Typer(
     name="kvindexd",

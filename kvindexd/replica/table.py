@@ -105,6 +105,10 @@ class Table:
             self._counts = np.vstack([self._counts, more])
         return found
 
+    def find_plane(self, plane: Plane) -> int | None:
+        """The table's id of a plane, None where nobody has shown it."""
+        return self._planes.get(plane)
+
     # -- columns
 
     def column(self, worker: WorkerKey) -> int:

@@ -101,7 +101,11 @@ class FakeEngine:
     def wait_subscribed(
         self, count: int = 1, rank: int | None = None, timeout: float = 10.0
     ) -> None:
-        """Block until `count` subscriptions have reached each rank. Raises TimeoutError."""
+        """Block until `count` subscriptions have reached each rank. Raises TimeoutError.
+
+        A subscriber (re)subscribes only while its own thread polls: in an asyncio test, call this
+        through `asyncio.to_thread`.
+        """
         deadline = time.monotonic() + timeout
         for one in self.ranks if rank is None else [self.ranks[rank]]:
             one.wait_subscribed(count, deadline)

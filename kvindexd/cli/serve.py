@@ -1,0 +1,98 @@
+"""`serve`, `sidecar` and `scorer`: run the daemon, or a part of it, in the foreground."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import uvloop
+
+from kvindexd.config import Config, ConfigError, load
+from kvindexd.registration import InvalidRegistration
+from kvindexd.serve import Daemon, Role
+from kvindexd.store import StoreError
+from kvindexd.telemetry import configure_logging
+
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", help="TOML file; KVINDEXD_CONFIG otherwise.")
+]
+ListenOption = Annotated[
+    str | None, typer.Option("--listen", help="gRPC address, host:port; port 0 = any.")
+]
+RedisOption = Annotated[
+    str | None, typer.Option("--redis-url", help="Store; none = an embedded Valkey.")
+]
+DataOption = Annotated[
+    str | None, typer.Option("--data-dir", help="Folder of the embedded Valkey's files.")
+]
+LogFormatOption = Annotated[str | None, typer.Option("--log-format", help="json or console.")]
+LogLevelOption = Annotated[
+    str | None, typer.Option("--log-level", help="debug, info, warning or error.")
+]
+MetricsOption = Annotated[
+    str | None, typer.Option("--metrics-listen", help='Metrics address; "" = off.')
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    for role in ("serve", "sidecar", "scorer"):
+        app.command(role, help=_HELP[role])(_command(role))
+
+
+_HELP = {
+    "serve": "Everything in one process: ingest, index, gRPC, metrics.",
+    "sidecar": "Ingest only, for the engine in the same pod; writes to the shared Redis.",
+    "scorer": "gRPC only, from the shared Redis.",
+}
+
+
+def _command(role: Role):  # type: ignore[no-untyped-def]  # typer reads the inner signature
+    def command(
+        config: ConfigOption = None,
+        listen: ListenOption = None,
+        redis_url: RedisOption = None,
+        data_dir: DataOption = None,
+        metrics_listen: MetricsOption = None,
+        log_format: LogFormatOption = None,
+        log_level: LogLevelOption = None,
+    ) -> None:
+        flags = {
+            "server.listen": listen,
+            "redis.url": redis_url,
+            "index.data_dir": data_dir,
+            "metrics.listen": metrics_listen,
+            "log.format": log_format,
+            "log.level": log_level,
+        }
+        try:
+            settings = load(config, flags=flags)
+        except ConfigError as e:
+            typer.echo(f"kvindexd {role}: {e}", err=True)
+            raise typer.Exit(2) from None
+        raise typer.Exit(run(settings.config, role))
+
+    return command
+
+
+def run(config: Config, role: Role) -> int:
+    """Run the daemon until it is told to stop; the exit status."""
+    configure_logging(config.log.format, config.log.level)
+    if role != "serve" and not config.redis.url:
+        typer.echo(
+            f"kvindexd {role}: redis.url is not set; a {role} shares its Redis with others "
+            "(only `serve` can bring its own)",
+            err=True,
+        )
+        return 2
+    try:
+        uvloop.run(_main(config, role))
+    except (StoreError, InvalidRegistration, OSError) as error:
+        typer.echo(f"kvindexd {role}: {error}", err=True)
+        return 1
+    return 0
+
+
+async def _main(config: Config, role: Role) -> None:
+    await Daemon(config, role).run()

@@ -1,0 +1,159 @@
+"""The replica as the services see it: scopes, members, messages; nothing here asks Redis."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from kvindexd.fleet import Member, Scope
+from kvindexd.model import Tier, WorkerKey
+from kvindexd.registration import Registration
+from kvindexd.replica.replica import Replica
+from kvindexd.replica.view import ScopeView, WorkerView
+from kvindexd.rpc import codec
+from kvindexd.scoring.scorer import Candidate, candidate
+from kvindexd.v1 import index_pb2 as pb
+
+_MEMBERS_AGE = 0.02
+"""Seconds for which a scope's members (states included) are computed once."""
+
+
+class FleetView:
+    """Answers what the services ask about models and worker ranks."""
+
+    def __init__(
+        self,
+        replica: Replica[Registration],
+        *,
+        hybrid: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._replica = replica
+        self._hybrid = hybrid
+        self._clock = clock
+        self._candidates: dict[WorkerKey, tuple[int, Candidate]] = {}
+        self._members: dict[tuple[str, str], tuple[float, list[Member]]] = {}
+
+    # -- scoring ------------------------------------------------------------------------------
+
+    def scope(self, namespace: str, model: str) -> Scope | None:
+        """The model's table and ranks; with model "" the only one that has a live rank."""
+        view = self._replica.scope(namespace, model)
+        if view is None or not view.members:
+            return None
+        return Scope(view.model, namespace, view.table, self._members_of(view))
+
+    def _members_of(self, view: ScopeView[Registration]) -> list[Member]:
+        now = self._clock()
+        key = (view.namespace, view.model)
+        cached = self._members.get(key)
+        fresh = cached is not None and now - cached[0] < _MEMBERS_AGE
+        if cached is not None and fresh and len(cached[1]) == len(view.workers):
+            return cached[1]
+        made = [self._member(w, now) for w in view.workers]
+        self._members[key] = (now, made)
+        return made
+
+    def _member(self, view: WorkerView[Registration], now: float) -> Member:
+        return Member(
+            view.key,
+            view.registration,
+            self._candidate(view),
+            view.judge(now).state,
+            view.staleness_ms(now),
+        )
+
+    def _candidate(self, view: WorkerView[Registration]) -> Candidate:
+        cached = self._candidates.get(view.key)
+        if cached is not None and cached[0] == view.generation:
+            return cached[1]
+        made = candidate(view.column, view.profile, view.registration.options, self._hybrid)
+        self._candidates[view.key] = (view.generation, made)
+        return made
+
+    def models(self, namespace: str) -> list[str]:
+        """Models that have a registered rank in the namespace."""
+        return sorted(self._replica.models(namespace))
+
+    def revision(self) -> str:
+        """A name for what the replica has applied so far."""
+        return self._replica.revision()
+
+    # -- administration -----------------------------------------------------------------------
+
+    def view(self, key: WorkerKey) -> WorkerView[Registration] | None:
+        """One rank, None where the replica knows none."""
+        return self._replica.worker(key)
+
+    def views(self) -> list[WorkerView[Registration]]:
+        """All ranks, by name."""
+        return sorted(self._replica.workers(), key=lambda v: v.key)
+
+    def ranks(self, namespace: str, worker_id: str) -> list[WorkerKey]:
+        """All ranks of one worker."""
+        return [v.key for v in self.views() if v.key[:2] == (namespace, worker_id)]
+
+    def message(self, view: WorkerView[Registration]) -> pb.Worker:
+        """A rank as message Worker, output fields included."""
+        now = self._clock()
+        judged = view.judge(now)
+        message = codec.worker_message(view.registration)
+        message.state = getattr(pb, judged.state)
+        message.detail = judged.detail
+        message.epoch = view.epoch
+        message.revision = view.revision
+        message.last_seq = view.last_seq
+        message.owner = view.owner
+        message.last_event_ms_ago = _event_age(view)
+        for tier, n in view.tier_blocks().items():
+            message.blocks[codec.TIER_NAMES[tier]] = n
+        message.groups.extend(codec.group_message(g) for g in view.profile.groups)
+        for name, count in view.counters.items():
+            message.counters[name] = max(0, count)
+        return message
+
+    def block(self, name: int, model: str) -> pb.GetBlockResponse | None:
+        """Who holds a block, in whatever namespace serves the model ("" = any model)."""
+        found: pb.GetBlockResponse | None = None
+        for scope in self._replica.scopes():
+            if model and scope.model != model:
+                continue
+            held = scope.holders(name)
+            if held is None:
+                continue
+            parent, length, holders = held
+            found = found or pb.GetBlockResponse(hash=name, parent=parent, depth=length)
+            for view, planes in holders:
+                groups = {
+                    g.idx
+                    for g in view.profile.groups
+                    for p in planes
+                    if (g.kind, g.block_size, g.window) == (p.kind, p.block_size, p.window)
+                }
+                found.holders.add(
+                    worker_id=view.key.worker_id,
+                    dp_rank=view.key.dp_rank,
+                    tiers=sorted({codec.TIER_NAMES[Tier(p.tier)] for p in planes}),
+                    groups=sorted(max(0, g) for g in groups),
+                )
+        return found
+
+    def stats(self) -> pb.IndexStatsResponse:
+        """Sizes of the index as this process holds it."""
+        response = pb.IndexStatsResponse(
+            index_revision=self.revision(), replica_lag=self._replica.lag or 0
+        )
+        for scope in self._replica.scopes():
+            response.blocks += scope.table.rows
+            response.entries += scope.table.entries
+            response.bytes += scope.table.nbytes
+            response.per_model[scope.model] += scope.table.rows
+            response.workers += len(scope.workers)
+        return response
+
+
+def _event_age(view: WorkerView[Registration]) -> int:
+    last = view.evidence.get("last_event_ms")
+    if not isinstance(last, int) or last <= 0:
+        return 0
+    return max(0, codec.unix_ms() - last)

@@ -1,0 +1,89 @@
+"""The gRPC server: services, health, reflection, and options that gateways need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvindexd.v1 import index_pb2 as pb
+from kvindexd.v1 import index_pb2_grpc
+
+log = structlog.get_logger(__name__)
+
+SERVICES = tuple(f"kvindexd.v1.{name}" for name in pb.DESCRIPTOR.services_by_name)
+HEALTH_NAMES = ("", "liveness", "readiness", *SERVICES)
+"""Names that grpc.health.v1 knows here; any other is NOT_FOUND."""
+
+
+def options(max_message_bytes: int) -> list[tuple[str, int]]:
+    """Channel arguments. Go clients ping every 10 s, also without calls: gRPC's default allows
+    one ping in 5 minutes and answers more with GOAWAY too_many_pings."""
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+class RpcServer:
+    """Owns the listening socket. `start`, then `set_ready`, then `stop`."""
+
+    def __init__(self, listen: str, max_message_bytes: int, grace_seconds: float) -> None:
+        self._listen = listen
+        self._grace = grace_seconds
+        self._server = grpc.aio.server(options=options(max_message_bytes))
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection(
+            (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
+        )
+
+    def add(self, register: Callable[[grpc.aio.Server], None]) -> None:
+        """Add a service before `start`."""
+        register(self._server)
+
+    async def start(self) -> str:
+        """Bind and serve; the address really bound. Raises OSError, naming the address."""
+        try:
+            port = self._server.add_insecure_port(self._listen)
+        except RuntimeError as e:
+            raise OSError(
+                f"server.listen: cannot bind {self._listen}: {e}; is another process using it?"
+            ) from None
+        await self.set_ready(False)
+        await self._server.start()
+        host = self._listen.rpartition(":")[0]
+        return f"{host}:{port}"
+
+    async def set_ready(self, ready: bool, names: Sequence[str] = HEALTH_NAMES) -> None:
+        """Tell health checks whether calls can be answered; liveness is always serving."""
+        status = health_pb2.HealthCheckResponse.SERVING
+        for name in names:
+            off = not ready and name != "liveness"
+            await self._health.set(
+                name, health_pb2.HealthCheckResponse.NOT_SERVING if off else status
+            )
+
+    async def stop(self) -> None:
+        """NOT_SERVING first; calls in flight get the grace time, new ones are refused."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(self._grace)
+        await self._server.wait_for_termination(self._grace)
+
+
+def add_index(server: grpc.aio.Server, servicer: index_pb2_grpc.KVIndexServicer) -> None:
+    """Register the scoring service."""
+    index_pb2_grpc.add_KVIndexServicer_to_server(servicer, server)
+
+
+def add_admin(server: grpc.aio.Server, servicer: index_pb2_grpc.KVIndexAdminServicer) -> None:
+    """Register the administration service."""
+    index_pb2_grpc.add_KVIndexAdminServicer_to_server(servicer, server)

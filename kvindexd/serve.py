@@ -1,0 +1,322 @@
+"""The daemon: ingest, index and gRPC in one event loop; `sidecar` and `scorer` are parts of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Literal
+from urllib.parse import quote, urlsplit, urlunsplit
+
+import msgspec
+import structlog
+
+from kvindexd import registration as registrations
+from kvindexd._version import __version__
+from kvindexd.config import Config, parse_listen
+from kvindexd.ingest.session import IngestSettings
+from kvindexd.ingest.supervisor import Supervisor
+from kvindexd.model import WorkerKey
+from kvindexd.rank_state import Options
+from kvindexd.records import decode_records
+from kvindexd.registration import Registration
+from kvindexd.replica.replica import Replica
+from kvindexd.rpc.admin_service import AdminService
+from kvindexd.rpc.codec import TIER_NAMES
+from kvindexd.rpc.fleet_view import FleetView
+from kvindexd.rpc.index_service import IndexService
+from kvindexd.rpc.server import RpcServer, add_admin, add_index
+from kvindexd.rpc.tailing import Tail
+from kvindexd.store import NotRegistered, Store, StoreOptions
+from kvindexd.store.embedded import EmbeddedServer
+from kvindexd.telemetry import Metrics, MetricsServer
+
+log = structlog.get_logger(__name__)
+
+Role = Literal["serve", "sidecar", "scorer"]
+_FOLLOW_INTERVAL = 0.05
+_GAUGE_INTERVAL = 2.0
+_FIRST_LOAD = 30.0
+"""Seconds for which the gRPC port is held back for the first load."""
+
+
+class ScoringObserver:
+    """Scoring calls as metrics."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def scored(self, code: str, seconds: float, matched_ratio: float | None) -> None:
+        """One scoring call ended."""
+        self._metrics.score_requests_total.labels(code).inc()
+        self._metrics.score_latency_seconds.observe(seconds)
+        if matched_ratio is not None:
+            self._metrics.matched_ratio.observe(matched_ratio)
+
+
+class Daemon:
+    """Everything that one process runs. `run` returns after SIGTERM or SIGINT."""
+
+    def __init__(self, config: Config, role: Role = "serve") -> None:
+        self._config = config
+        self._role = role
+        self._metrics = Metrics()
+        self._stopping = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._bound: dict[str, str] = {}
+
+    async def run(self) -> None:
+        """Serve until told to stop. Raises StoreError or OSError when it cannot start."""
+        self._catch_signals()
+        async with AsyncExitStack() as stack:
+            store = await stack.enter_async_context(self._open_store())
+            await self._register_configured(store)
+            replica: Replica[Registration] | None = None
+            if self._role != "sidecar":
+                replica = self._replica(store)
+            supervisor: Supervisor | None = None
+            if self._role != "scorer":
+                supervisor = Supervisor(store, self._ingest_settings(), self._metrics)
+            await stack.enter_async_context(self._metrics_server(replica))
+            async with asyncio.TaskGroup() as tasks:
+                background = [
+                    tasks.create_task(work, name=name)
+                    for name, work in self._background(replica, supervisor)
+                ]
+                server = await self._start_rpc(store, replica, supervisor)
+                self._log_ready()
+                await self._stopping.wait()
+                log.info("stopping", grace_seconds=self._config.server.grace_seconds)
+                if server is not None:
+                    await self._stop_rpc(server)
+                for task in background:
+                    task.cancel()
+        log.info("stopped")
+
+    # -- signals ------------------------------------------------------------------------------
+
+    def _catch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled)
+
+    def _signalled(self) -> None:
+        """The first one asks for an orderly end, a second one not to wait for calls."""
+        if self._stopping.is_set():
+            self._hurry.set()
+        self._stopping.set()
+
+    async def _stop_rpc(self, server: RpcServer) -> None:
+        ending = asyncio.create_task(server.stop())
+        hurrying = asyncio.create_task(self._hurry.wait())
+        await asyncio.wait((ending, hurrying), return_when=asyncio.FIRST_COMPLETED)
+        hurrying.cancel()
+        if not ending.done():
+            log.warning("stopping_at_once", cost="calls in flight are cut off")
+            ending.cancel()
+        await asyncio.wait((ending,))
+
+    # -- the store ----------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _open_store(self) -> AsyncIterator[Store]:
+        redis = self._config.redis
+        async with AsyncExitStack() as stack:
+            url = _with_credentials(redis.url, redis.username, redis.password())
+            if not url:
+                embedded = EmbeddedServer(Path(self._config.index.data_dir))
+                await embedded.start()
+                stack.push_async_callback(embedded.stop)
+                url = embedded.url
+            options = StoreOptions(
+                shards=redis.shards,
+                feed_maxlen=self._config.limits.feed_maxlen,
+                connections=redis.pool_size,
+                connect_timeout=redis.timeout,
+                timeout=redis.timeout,
+            )
+            store = Store(url, options, self._observe_store)
+            stack.push_async_callback(store.close)
+            await store.open()
+            yield store
+
+    def _observe_store(self, op: str, seconds: float, error: str) -> None:
+        self._metrics.redis_latency_seconds.labels(op).observe(seconds)
+        if error:
+            self._metrics.redis_errors_total.labels(op).inc()
+
+    async def _register_configured(self, store: Store) -> None:
+        for worker in self._config.workers:
+            wanted = msgspec.convert(
+                msgspec.structs.asdict(worker), Registration, from_attributes=True
+            )
+            wanted.check()
+            replaced = False
+            try:
+                known = registrations.decode((await store.get_worker(wanted.key)).registration)
+                if known == wanted:
+                    continue
+                replaced = wanted.replaces_cache(known)
+            except NotRegistered:
+                pass
+            await store.register(wanted.key, wanted.encode(), replaced, time.time())
+
+    # -- the parts ----------------------------------------------------------------------------
+
+    def _ingest_settings(self) -> IngestSettings:
+        c = self._config
+        return IngestSettings(
+            owner=f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}",
+            on_lost_events=c.ingest.on_lost_events,
+            replay_timeout=c.ingest.replay_timeout,
+            buffer_batches=c.ingest.buffer_batches,
+            receive_hwm=c.ingest.rcvhwm,
+            max_event_bytes=c.ingest.max_event_bytes,
+            lease_ttl=c.ingest.lease_ttl,
+            heartbeat=c.ingest.heartbeat,
+            event_grace=c.ingest.event_grace,
+            options=Options(
+                treat_as=dict(c.groups.treat_as),
+                unbound_ttl=c.index.unbound_ttl,
+                bindings=c.limits.bindings_per_rank,
+                blocks=c.limits.blocks_per_rank,
+                parked=c.limits.parked_per_rank,
+                parked_age=c.limits.parked_age,
+            ),
+        )
+
+    def _replica(self, store: Store) -> Replica[Registration]:
+        lag = self._metrics.apply_lag_seconds
+        return Replica(
+            store,
+            registrations.decode,
+            decode_records,
+            on_applied=lambda _, ts: lag.observe(max(0.0, time.time() - ts)),
+        )
+
+    def _background(
+        self, replica: Replica[Registration] | None, supervisor: Supervisor | None
+    ) -> Iterable[tuple[str, Coroutine[None, None, None]]]:
+        if replica is not None:
+            yield "replica", replica.run()
+            yield "gauges", self._gauges(replica)
+        if supervisor is not None:
+            yield "ingest", supervisor.run()
+            if replica is not None:
+                yield "follow", self._follow(replica, supervisor)
+            else:
+                supervisor.set_all(
+                    msgspec.convert(msgspec.structs.asdict(w), Registration)
+                    for w in self._config.workers
+                )
+
+    async def _follow(self, replica: Replica[Registration], supervisor: Supervisor) -> None:
+        """Ingest whatever is registered, by whomever."""
+        known: dict[WorkerKey, Registration] = {}
+        while True:
+            now = {v.key: v.registration for v in replica.workers()}
+            if now != known:
+                known = now
+                supervisor.set_all(now.values())
+            await asyncio.sleep(_FOLLOW_INTERVAL)
+
+    async def _gauges(self, replica: Replica[Registration]) -> None:
+        """Per-rank gauges, as this process sees the fleet."""
+        known: set[WorkerKey] = set()
+        while True:
+            seen = set()
+            for view in replica.workers():
+                seen.add(view.key)
+                name = str(view.key)
+                self._metrics.set_worker_state(name, view.judge(time.monotonic()).state)
+                blocks = view.tier_blocks()
+                for tier, tier_name in enumerate(TIER_NAMES):
+                    self._metrics.blocks.labels(name, tier_name).set(
+                        next((n for t, n in blocks.items() if t == tier), 0)
+                    )
+            for key in known - seen:
+                self._metrics.forget_worker(str(key))
+            known = seen
+            self._metrics.replica_revision_lag.set(replica.lag or 0)
+            await asyncio.sleep(_GAUGE_INTERVAL)
+
+    @asynccontextmanager
+    async def _metrics_server(self, replica: Replica[Registration] | None) -> AsyncIterator[None]:
+        if not self._config.metrics.listen:
+            yield
+            return
+        host, port = parse_listen(self._config.metrics.listen)
+
+        def ready() -> str:
+            if self._stopping.is_set():
+                return "stopping"
+            return replica.not_ready() if replica is not None else ""
+
+        server = MetricsServer(self._metrics.registry, ready, host, port)
+        bound_host, bound_port = await server.start()
+        self._bound["metrics"] = f"{bound_host}:{bound_port}"
+        try:
+            yield
+        finally:
+            await server.close()
+
+    async def _start_rpc(
+        self,
+        store: Store,
+        replica: Replica[Registration] | None,
+        supervisor: Supervisor | None,
+    ) -> RpcServer | None:
+        if replica is None:
+            return None
+        c = self._config
+        fleet = FleetView(replica, hybrid=c.index.hybrid == "exact")
+
+        def tail(key: WorkerKey) -> Tail | None:
+            rank = supervisor.rank(key) if supervisor is not None else None
+            return Tail(rank.session) if rank is not None and rank.session is not None else None
+
+        server = RpcServer(c.server.listen, c.server.max_message_bytes, c.server.grace_seconds)
+        index = IndexService(
+            fleet,
+            ScoringObserver(self._metrics),
+            max_prompt_tokens=c.limits.max_prompt_tokens,
+            max_concurrent_calls=c.limits.max_concurrent_calls,
+        )
+        server.add(lambda s: add_index(s, index))
+        admin = AdminService(store, fleet, tail)
+        server.add(lambda s: add_admin(s, admin))
+        await self._first_load(replica)
+        self._bound["grpc"] = await server.start()
+        await server.set_ready(True)
+        return server
+
+    async def _first_load(self, replica: Replica[Registration]) -> None:
+        """Hold the port back until there is something to answer with, but not for ever."""
+        deadline = time.monotonic() + _FIRST_LOAD
+        while time.monotonic() < deadline:
+            if not replica.not_ready() or self._stopping.is_set():
+                break
+            await asyncio.sleep(0.02)
+        if replica.not_ready():
+            log.warning("not_caught_up", why=replica.not_ready(), cost="answers are incomplete")
+
+    def _log_ready(self) -> None:
+        log.info("ready", role=self._role, version=__version__, pid=os.getpid(), **self._bound)
+
+
+def _with_credentials(url: str, username: str, password: str) -> str:
+    """The URL with the configured user and password where it names none itself."""
+    if not url or not (username or password):
+        return url
+    parts = urlsplit(url)
+    if "@" in parts.netloc:
+        return url
+    return urlunsplit(
+        parts._replace(netloc=f"{quote(username, '')}:{quote(password, '')}@{parts.netloc}")
+    )
