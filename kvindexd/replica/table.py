@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvindexd.model import ADD, Plane, WorkerKey
+from kvindexd.replica.columns import Columns
 from kvindexd.replica.index import Index, Names, Rows
 from kvindexd.replica.lane import Lane
 
@@ -56,11 +56,7 @@ class Table:
         self._free_count = 0
         self._free_top = 0
         self._planes: dict[Plane, int] = {}
-        self._columns: dict[WorkerKey, int] = {}
-        self._unused: list[int] = []
-        self._next_column = 0
-        self._retired: list[int] = []
-        self._scrubbing: list[int] = []
+        self._columns = Columns()
         self._scrub_row = 1
         self._counts = np.zeros((0, 64), np.int64)
         self.refused = 0
@@ -115,20 +111,27 @@ class Table:
         """The worker's column, allocated on first use: bit `column % 64` of word `column // 64`."""
         found = self._columns.get(worker)
         if found is None:
-            found = self._columns[worker] = self._take_column()
+            found = self._columns.take(worker)
+            while found >= 64 * self._width:
+                self._widen()
         return found
 
-    def _take_column(self) -> int:
-        if self._unused:
-            return heapq.heappop(self._unused)
-        column = self._next_column
-        self._next_column += 1
-        while column >= 64 * self._width:
+    def _widen(self) -> None:
+        for lanes in self._words:
+            lanes.append(Lane(np.uint64, self._capacity))
+        self._width += 1
+        self._counts = np.hstack([self._counts, np.zeros((len(self._counts), 64), np.int64)])
+
+    def _narrow(self) -> None:
+        """Give back the last words once no worker has a column in them."""
+        if self._columns.passing:
+            return
+        width = self._columns.words()
+        if width < self._width:
             for lanes in self._words:
-                lanes.append(Lane(np.uint64, self._capacity))
-            self._width += 1
-            self._counts = np.hstack([self._counts, np.zeros((len(self._counts), 64), np.int64)])
-        return column
+                del lanes[width:]
+            self._width = width
+            self._counts = self._counts[:, : 64 * width].copy()
 
     def renew_column(self, worker: WorkerKey) -> int:
         """Forget all of a worker's bits at once: it gets another, empty column.
@@ -140,16 +143,14 @@ class Table:
 
     def free_column(self, worker: WorkerKey) -> None:
         """Forget a worker and its bits; a no-op for one that has no column."""
-        column = self._columns.pop(worker, None)
+        column = self._columns.get(worker)
         if column is None:
             return
-        empty = not self._counts[:, column].any()
+        clean = not self._counts[:, column].any()
         self._counts[:, column] = 0
-        if empty:
-            heapq.heappush(self._unused, column)
+        self._columns.give_up(worker, clean=clean)
+        if clean:
             self._narrow()
-        else:
-            self._retired.append(column)
 
     def clear_column(self, column: int) -> None:
         """Drop all bits of one column before returning: a pass over the whole table.
@@ -163,41 +164,27 @@ class Table:
     @property
     def scrub_pending(self) -> bool:
         """Whether columns given up still have bits to be scrubbed."""
-        return bool(self._scrubbing or self._retired)
+        return self._columns.pending
 
     def scrub(self, rows: int = SCRUB_ROWS) -> bool:
         """Clean `rows` rows of columns given up; True while there is more to do.
 
         One pass cleans all columns that were given up before it began.
         """
-        if not self._scrubbing:
-            if not self._retired:
+        columns = self._columns
+        if not columns.passing:
+            if not columns.retired:
                 return False
-            self._scrubbing, self._retired = self._retired, []
+            columns.begin_pass()
             self._scrub_row = 1
         low, high = self._scrub_row, min(self._top, self._scrub_row + rows)
         if low < high:  # else the table has emptied meanwhile
-            self._scrub_slice(self._scrubbing, low, high)
+            self._scrub_slice(columns.passing, low, high)
         self._scrub_row = high
         if high >= self._top:
-            for column in self._scrubbing:
-                heapq.heappush(self._unused, column)
-            self._scrubbing = []
+            columns.end_pass()
             self._narrow()
-        return self.scrub_pending
-
-    def _narrow(self) -> None:
-        """Give back the last words once no worker has a column in them."""
-        taken = max([*self._columns.values(), *self._retired], default=0)
-        width = taken // 64 + 1
-        if width == self._width or self._scrubbing:
-            return
-        for lanes in self._words:
-            del lanes[width:]
-        self._width = width
-        self._counts = self._counts[:, : 64 * width].copy()
-        self._next_column = min(self._next_column, 64 * width)
-        self._unused = sorted(c for c in self._unused if c < 64 * width)
+        return columns.pending
 
     def _scrub_slice(self, columns: Sequence[int], low: int, high: int) -> None:
         gone = [0] * self._width
@@ -412,7 +399,7 @@ class Table:
         row = self._index.find_one(name) if name else 0
         if not row:
             return None
-        given_up = {*self._retired, *self._scrubbing}
+        given_up = self._columns.dirty
         holders: dict[int, list[int]] = {}
         for plane, lanes in enumerate(self._words):
             for word, lane in enumerate(lanes):
