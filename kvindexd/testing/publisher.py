@@ -30,7 +30,7 @@ GARBAGE: dict[str, list[bytes]] = {
 }
 """Malformed messages by name, as part lists."""
 
-_BIND_PATIENCE = 5.0
+_BIND_PATIENCE = 2.0
 
 
 class Publisher:
