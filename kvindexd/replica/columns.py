@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 
 from kvindexd.model import WorkerKey
 
@@ -71,3 +72,11 @@ class Columns:
         self._next = min(self._next, 64 * words)
         self._free = sorted(c for c in self._free if c < 64 * words)
         return words
+
+
+def bits_of(columns: Iterable[int], words: int) -> list[int]:
+    """The bits of some columns, per 64-bit word."""
+    bits = [0] * words
+    for column in columns:
+        bits[column // 64] |= 1 << (column % 64)
+    return bits

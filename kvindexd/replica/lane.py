@@ -55,6 +55,41 @@ class Lane(Generic[_T]):
         self.a = self._view()
 
 
+class RowStack:
+    """Row numbers to be used again, the last ones given back first and in their order."""
+
+    __slots__ = ("_lane", "_size", "_top")
+
+    def __init__(self) -> None:
+        self._lane: Lane[np.int32] = Lane(np.int32, 1024)
+        self._size = 0
+        self._top = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes ever used."""
+        return 4 * self._top
+
+    def push(self, rows: npt.NDArray[np.int32]) -> None:
+        """Give rows back."""
+        end = self._size + len(rows)
+        if end > len(self._lane.a):
+            self._lane.grow(2 * end)
+        self._lane.a[self._size : end] = rows
+        self._size = end
+        self._top = max(self._top, end)
+
+    def pop(self, most: int) -> npt.NDArray[np.int32]:
+        """Up to `most` rows."""
+        end = self._size
+        self._size = max(0, end - most)
+        return self._lane.a[self._size : end].copy()
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._size = 0
+
+
 def _rounded(size: int) -> int:
     return max(_PAGE, -(-size // _PAGE) * _PAGE)
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvindexd.model import ADD, Plane, WorkerKey
-from kvindexd.replica.columns import Columns
+from kvindexd.replica.columns import Columns, bits_of
 from kvindexd.replica.index import Index, Names, Rows
-from kvindexd.replica.lane import Lane
+from kvindexd.replica.lane import Lane, RowStack
 
 Words = npt.NDArray[np.uint64]
 Mutations = npt.NDArray[np.void]
@@ -38,9 +39,8 @@ class BlockInfo(NamedTuple):
 class Table:
     """Block name -> row; a row holds a bit per (plane, worker column), its parent and its length.
 
-    Everything here is synchronous and meant for one thread: a read between two calls sees every
-    call before it in full. Each call is bounded by the size of its arguments, whatever the size
-    of the table.
+    For one thread: a read between two calls sees every call before it in full. Each call is
+    bounded by the size of its arguments, whatever the size of the table.
     """
 
     def __init__(self, seed: int | None = None) -> None:
@@ -52,9 +52,7 @@ class Table:
         self._width = 1
         self._capacity = _FIRST_ROWS
         self._top = 1  # rows below were used once; row 0 is the missing one
-        self._free: Lane[np.int32] = Lane(np.int32, _FIRST_ROWS)
-        self._free_count = 0
-        self._free_top = 0
+        self._free = RowStack()
         self._planes: dict[Plane, int] = {}
         self._columns = Columns()
         self._scrub_row = 1
@@ -89,7 +87,7 @@ class Table:
         """Bytes in use by rows that were ever used, buckets and free list; an upper bound of the
         resident memory, since pages that were never written are not backed."""
         per_row = 8 + 4 + 8 + 4 + 8 * self._width * len(self._words)
-        return self._top * per_row + self._index.nbytes + self._free_top * 4 + self._counts.nbytes
+        return self._top * per_row + self._index.nbytes + self._free.nbytes + self._counts.nbytes
 
     def plane_id(self, plane: Plane) -> int:
         """The table's id of a plane, allocated on first use."""
@@ -113,14 +111,12 @@ class Table:
         if found is None:
             found = self._columns.take(worker)
             while found >= 64 * self._width:
-                self._widen()
+                for lanes in self._words:
+                    lanes.append(Lane(np.uint64, self._capacity))
+                self._width += 1
+                more = np.zeros((len(self._counts), 64), np.int64)
+                self._counts = np.hstack([self._counts, more])
         return found
-
-    def _widen(self) -> None:
-        for lanes in self._words:
-            lanes.append(Lane(np.uint64, self._capacity))
-        self._width += 1
-        self._counts = np.hstack([self._counts, np.zeros((len(self._counts), 64), np.int64)])
 
     def _narrow(self) -> None:
         """Give back the last words once no worker has a column in them."""
@@ -187,9 +183,7 @@ class Table:
         return columns.pending
 
     def _scrub_slice(self, columns: Sequence[int], low: int, high: int) -> None:
-        gone = [0] * self._width
-        for column in columns:
-            gone[column // 64] |= 1 << (column % 64)
+        gone = bits_of(columns, self._width)
         hit = np.zeros(high - low, np.uint64)
         left = np.zeros(high - low, np.uint64)
         for lanes in self._words:
@@ -209,17 +203,14 @@ class Table:
 
     def _allocate(self, count: int) -> Rows:
         """Rows for `count` blocks, in runs as long as there are, so that chains stay together."""
-        reused = min(count, self._free_count)
-        fresh = count - reused
-        rows = np.empty(count, np.int32)
-        if reused:
-            self._free_count -= reused
-            rows[:reused] = self._free.a[self._free_count : self._free_count + reused]
-        if fresh:
-            self._reserve(self._top + fresh)
-            rows[reused:] = np.arange(self._top, self._top + fresh, dtype=np.int32)
-            self._top += fresh
-        return rows
+        reused = self._free.pop(count)
+        fresh = count - len(reused)
+        if not fresh:
+            return reused
+        self._reserve(self._top + fresh)
+        new = np.arange(self._top, self._top + fresh, dtype=np.int32)
+        self._top += fresh
+        return np.concatenate((reused, new)) if len(reused) else new
 
     def _reserve(self, rows: int) -> None:
         if rows <= self._capacity:
@@ -227,25 +218,20 @@ class Table:
         if rows > _MAX_ROWS:
             raise MemoryError(f"the replica holds at most {_MAX_ROWS} distinct blocks per model")
         capacity = max(rows, 2 * self._capacity)
-        lanes: list[Lane[np.uint64] | Lane[np.int32] | Lane[np.uint32]]
-        lanes = [self._index.names, self._index.next, self._parents, self._lengths]
-        for words in self._words:
-            lanes.extend(words)
-        for lane in lanes:
+        for lane in (self._index.names, self._index.next, self._parents, self._lengths):
+            lane.grow(capacity)
+        for lane in chain.from_iterable(self._words):
             lane.grow(capacity)
         self._capacity = capacity
 
     def _release(self, rows: Rows) -> None:
         """Free rows whose bits are all zero."""
         self._index.remove(rows)
-        if not self._index.size:
-            self._top, self._free_count = 1, 0  # all free: start over, in order
-            return
-        end = self._free_count + len(rows)
-        self._free.grow(max(end, _FIRST_ROWS) if end <= len(self._free.a) else 2 * end)
-        self._free.a[self._free_count : end] = rows
-        self._free_count = end
-        self._free_top = max(self._free_top, end)
+        if self._index.size:
+            self._free.push(rows)
+        else:  # all are free: start over, in order
+            self._top = 1
+            self._free.clear()
 
     # -- writing
 
@@ -351,11 +337,10 @@ class Table:
     def _sweep(self, emptied: Sequence[Rows]) -> None:
         """Free those of the rows that have no bit left anywhere."""
         rows = emptied[0] if len(emptied) == 1 else np.unique(np.concatenate(emptied))
-        for lanes in self._words:
-            for lane in lanes:
-                if not rows.size:
-                    return
-                rows = rows[(lane.a.take(rows, mode="clip") == 0).nonzero()[0]]
+        for lane in chain.from_iterable(self._words):
+            if not rows.size:
+                return
+            rows = rows[(lane.a.take(rows, mode="clip") == 0).nonzero()[0]]
         if rows.size:
             self._release(rows)
 
@@ -391,8 +376,7 @@ class Table:
 
     def counts(self, column: int) -> npt.NDArray[np.int64]:
         """Blocks held per plane of the table, by plane id."""
-        found: npt.NDArray[np.int64] = self._counts[:, column].copy()
-        return found
+        return np.copy(self._counts[:, column])
 
     def block(self, name: int) -> BlockInfo | None:
         """All that is known of one block; None when nobody holds it."""
