@@ -205,7 +205,8 @@ class Placer:
         fresh: list[EngineHash] = []
         root = self._verified.algorithm.root
         for tokens in self._guesses.roots:
-            fresh += self._bind(Place(0, 0, root, False), tokens, [], unit)
+            start = Place(0, 0, root, False)
+            fresh += self._bind(start, tokens, [], self._digests(start, tokens, [], unit), unit)
         self._guesses = Guesses()
         return fresh
 
@@ -226,19 +227,45 @@ class Placer:
             # Entries speak of listed blocks; which hash block inside one they meant is not said.
             return []
         extras = [parsed.get(i) for i in range(len(event.hashes))] if parsed else []
-        fresh = self._bind(place, event.tokens, extras, unit)
-        if dense and place.digest is not None and event.hashes:
-            self._recheck(event)
-        return fresh
+        digests = self._digests(place, event.tokens, extras, unit)
+        if dense and not self._confirmed(verified, digests, event):
+            return []
+        return self._bind(place, event.tokens, extras, digests, unit)
 
-    def _bind(
+    def _confirmed(self, verified: Verified, digests: list[bytes], event: BlockStored) -> bool:
+        """Never trusted unverified: what is reproduced must name the dense event's last block."""
+        at = len(event.hashes) * event.block_size // verified.hash_block - 1
+        if not 0 <= at < len(digests):
+            return True
+        if verified.announced(digests[at]) == event.hashes[-1]:
+            return True
+        if verified.as_int:
+            # With whole digests on the wire only this chain may be odd (an adapter's, say).
+            self._verified = None
+            self._attempts = _ATTEMPTS
+            self.wanted = False
+        return False
+
+    def _digests(
         self, place: Place, tokens: bytes, extras: list[BlockExtras | None], unit: int
-    ) -> list[EngineHash]:
-        """Bind every reproduced boundary of a span; completes digests of those bound already."""
+    ) -> list[bytes]:
         verified = self._verified
         if verified is None or place.digest is None or verified.hash_block % unit:
             return []
-        digests = verified.chain(place.digest, tokens, extras)
+        return verified.chain(place.digest, tokens, extras)
+
+    def _bind(
+        self,
+        place: Place,
+        tokens: bytes,
+        extras: list[BlockExtras | None],
+        digests: list[bytes],
+        unit: int,
+    ) -> list[EngineHash]:
+        """Bind every reproduced boundary of a span; completes digests of those bound already."""
+        verified = self._verified
+        if verified is None or not digests:
+            return []
         parsed = {i: e for i, e in enumerate(extras) if e is not None}
         fold = chain.block_extras(parsed, verified.hash_block, unit) if parsed else None
         keys = chain.extend(place.key, tokens, unit, fold)
@@ -259,16 +286,6 @@ class Placer:
                 self._holdings.dirty.add(engine_hash)
             parent = key
         return fresh
-
-    def _recheck(self, event: BlockStored) -> None:
-        """Never trusted unverified: a dense event must end at a boundary that was reproduced."""
-        last = self._holdings.blocks.get(event.hashes[-1])
-        verified = self._verified
-        if last is None or verified is None or not verified.as_int or last.digest is not None:
-            return
-        self._verified = None
-        self._attempts = _ATTEMPTS
-        self.wanted = False
 
     # -- persistence --------------------------------------------------------------------------
 
