@@ -233,9 +233,14 @@ class Book(Generic[R]):
                 self._unreadable.pop(entry.worker, None)
             else:
                 self.counters["entries_of_unknown_workers"] += 1
-        elif kind is Kind.BATCH or kind is Kind.CLEAR:
+        elif kind is Kind.BATCH:
             view.evidence_at = now
             self._held(view, entry)
+        elif kind is Kind.CLEAR:
+            if entry.epoch > view.epoch:  # a reset revokes the lease
+                view.owner, view.lease_until, view.evidence = "", NEVER, {}
+            self._held(view, entry)
+            self._on_change(view)
         else:
             self._said(view, entry, now)
 
