@@ -28,6 +28,9 @@ _HANDSHAKE_FAILURES = {
     int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "the peer refused our ZMQ credentials",
 }
 
+_RETRY_DUE = 0.5
+"""Seconds within which ZeroMQ announces a retry after a connection ended; in fact at once."""
+
 
 class LinkState(enum.Enum):
     """Where a subscription stands. The values are metric labels."""
@@ -68,6 +71,7 @@ class Link(msgspec.Struct):
     _descriptors: set[int] = msgspec.field(default_factory=set)
     _attempt_at: float = 0.0
     _failing: bool = False
+    _ended_at: float | None = None
 
     @classmethod
     def new(cls, endpoint: str, bind: bool, now: float) -> Link:
@@ -110,18 +114,30 @@ class Link(msgspec.Struct):
         kind, value = int(event["event"]), int(event["value"])
         if kind in (zmq.EVENT_CONNECTED, zmq.EVENT_ACCEPTED):
             self._descriptors.add(value)
+            self._ended_at = None
         elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             return self._up(now)
         elif kind in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):
             self._descriptors.discard(value)
+            self._ended_at = now
             return self._down(now)
         elif kind in _HANDSHAKE_FAILURES:
             self.failed_handshakes += 1
+            self._ended_at = now
             self.last_error = _HANDSHAKE_FAILURES[kind]
             return self._failed(LinkEvent.HANDSHAKE_FAILED)
         elif kind == zmq.EVENT_CONNECT_RETRIED:
+            self._ended_at = None
             return self._not_connected(now)
         return None
+
+    def abandoned(self, now: float) -> bool:
+        """Whether ZeroMQ has ended this connection for good: it ended, and no retry was announced.
+
+        So it does after any breach of protocol: a peer that is no publisher, or a message beyond
+        the size limit. A new socket is needed then.
+        """
+        return not self.bind and self._ended_at is not None and now - self._ended_at > _RETRY_DUE
 
     def heard(self, now: float) -> None:
         """A frame arrived."""
@@ -132,6 +148,8 @@ class Link(msgspec.Struct):
         self.recreated += 1
         self.last_error = why
         self._descriptors.clear()
+        self._ended_at = None
+        self._attempt_at = now
         self.peers = 0
         if self.state is LinkState.CONNECTED:
             self._change(LinkState.DISCONNECTED, now)

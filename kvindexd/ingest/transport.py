@@ -36,6 +36,8 @@ __all__ = [
 log = structlog.get_logger(__name__)
 
 _MAX_RECREATE_WAIT = 60.0
+_LOOK = 1.0
+"""Seconds between looks at a connection that tells nothing."""
 
 
 class SubscriberSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,8 +157,15 @@ class Subscriber:
         if socket is None or monitor is None:
             raise RuntimeError("subscriber is not open: call open() first")
         delivery = Delivery([], [], {})
-        if not await wait_readable((socket, monitor), within):
-            return delivery
+        deadline = None if within is None else time.monotonic() + within
+        while True:
+            left = _LOOK if deadline is None else min(_LOOK, deadline - time.monotonic())
+            if await wait_readable((socket, monitor), left):
+                break
+            if self.link.abandoned(self._clock()) and self._recreate("abandoned", delivery):
+                return delivery
+            if deadline is not None and time.monotonic() >= deadline:
+                return delivery
         self._drain_monitor(monitor, delivery)
         self._drain(socket, delivery, max_frames, max_bytes)
         return delivery
@@ -183,7 +192,7 @@ class Subscriber:
                 delivery.frames.append(parse_live(parts, self._settings.max_event_bytes, now))
             except FrameError as e:
                 self._refuse(e, parts, delivery)
-                if looks_shifted(parts) and self._recreate(now, delivery):
+                if looks_shifted(parts) and self._recreate("framing out of step", delivery):
                     return
         if delivery.frames:
             self.link.heard(now)
@@ -197,18 +206,19 @@ class Subscriber:
             )
         self.dropped[error.reason] += 1
 
-    def _recreate(self, now: float, delivery: Delivery) -> bool:
-        """Replace a socket whose framing is out of step; seldom, should the peer be to blame.
+    def _recreate(self, why: str, delivery: Delivery) -> bool:
+        """Replace the socket; seldom, should the peer be to blame.
 
         A bound socket stays: its address is free again only when ZeroMQ has closed it for good.
         """
+        now = self._clock()
         if now < self._recreate_at or self._settings.bind:
             return False
         self._recreate_at = now + self._recreate_wait
         self._recreate_wait = min(_MAX_RECREATE_WAIT, self._recreate_wait * 2)
         self.close()
         self.open()
-        self.link.replaced("framing out of step", now)
+        self.link.replaced(why, now)
         delivery.links.append(LinkEvent.RECREATED)
         self._tell(LinkEvent.RECREATED, now)
         return True
