@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,12 @@ from kvindexd.v1 import index_pb2 as pb
 from kvindexd.v1 import index_pb2_grpc as rpc
 from kvindexd.wire import BlockStored, decode_batch
 
-CAPTURE = Path(__file__).parent / "testing" / "data" / "c_kimi768_default"
+DATA = Path(__file__).parent / "testing" / "data"
+CAPTURES = {"worker-0": "c_kimi768_default", "worker-1": "c_kimi768_dense"}
+"""The same prompts on two engines: one keeps few states of the linear layers, one keeps all."""
 MODEL = "kimi-like"
-FRAMES = {"worker-0": 2, "worker-1": 5}
-"""worker-0 served one conversation; worker-1 has served three."""
+FRAMES = {"worker-0": 2, "worker-1": 4}
+"""Recorded batches that each has published: worker-0 served one conversation, worker-1 two."""
 TIMEOUT = 30.0
 
 
@@ -48,8 +50,12 @@ class NaiveIndex:
         self._held: set[int] = set()
 
     def feed(self, payload: bytes) -> None:
-        """Pair the listed hashes with the first blocks of each event's tokens."""
-        for event in decode_batch(payload).events:
+        """Pair the listed hashes with the first blocks of each event's tokens.
+
+        In the other of the two orders in which an engine may announce its groups: attention
+        first, so that what a linear-attention group says of the same hash comes last.
+        """
+        for event in reversed(decode_batch(payload).events):
             if not isinstance(event, BlockStored) or not event.tokens:
                 continue
             parent = 0 if event.parent is None else self._key.get(event.parent)
@@ -142,13 +148,13 @@ def _wait_for(admin: Any, worker: str, seq: int) -> None:
     raise TimeoutError(f"{worker}: batch {seq} did not become visible within {TIMEOUT:.0f} s")
 
 
-def _truth(capture: Capture) -> dict[str, dict[str, int]]:
+def _truth(captures: Mapping[str, Capture]) -> dict[str, dict[str, int]]:
     """Per worker and prompt, what the engine said at the moment its last frame was out."""
     answers: dict[str, dict[str, int]] = {}
     for worker, frames in FRAMES.items():
         answers[worker] = {}
         latest: dict[str, Any] = {}
-        for step in capture.steps:
+        for step in captures[worker].steps:
             if isinstance(step["probes"], dict):
                 latest |= {p: v for p, v in step["probes"].items() if v != "="}
             if step["after_frames"] == frames:
@@ -156,16 +162,16 @@ def _truth(capture: Capture) -> dict[str, dict[str, int]]:
     return answers
 
 
-def _rows(capture: Capture, address: str) -> Iterator[tuple[str, ...]]:
-    truth = _truth(capture)
+def _rows(captures: Mapping[str, Capture], address: str) -> Iterator[tuple[str, ...]]:
+    truth = _truth(captures)
     naive = {worker: NaiveIndex() for worker in FRAMES}
     for worker, count in FRAMES.items():
-        for frame in capture.frames[:count]:
+        for frame in captures[worker].frames[:count]:
             naive[worker].feed(base64.b64decode(frame["payload"]))
     with grpc.insecure_channel(address) as channel:
         index = rpc.KVIndexStub(channel)
         for name in ("A", "A2", "B", "C"):
-            tokens = capture.packed[name]
+            tokens = captures["worker-0"].packed[name]
             request = pb.ScoreWorkersRequest(prompt=pb.Prompt(model=MODEL, token_ids=tokens))
             scores = index.ScoreWorkers(request, timeout=5).scores
             for s in sorted(scores, key=lambda s: s.worker_id):
@@ -206,14 +212,14 @@ def _print(console: Console, rows: list[tuple[str, ...]]) -> None:
         "The model has 24 MLA layers and 69 linear-attention layers. Its engine announces each "
         "block once\nper KV-cache group, and can resume a prompt only where [italic]every[/] "
         "group can: the attention-only rule\npromises reuse that will not happen, and an index "
-        "that mixes the groups up finds nothing."
+        "that takes every group's event for an attention block's loses the chain."
     )
 
 
 def main() -> int:
     """Run the demo; 0 when kvindexd's answers equal the engine's own."""
     console = Console(width=None if sys.stdout.isatty() else 100)
-    capture = Capture(CAPTURE)
+    captures = {worker: Capture(DATA / name) for worker, name in CAPTURES.items()}
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     publishers = {worker: Publisher(context) for worker in FRAMES}
     try:
@@ -234,11 +240,11 @@ def main() -> int:
                     )
                     admin.RegisterWorker(pb.RegisterWorkerRequest(worker=registration), timeout=10)
                 for worker, publisher in publishers.items():
-                    frames = capture.frames[: FRAMES[worker]]
+                    frames = captures[worker].frames[: FRAMES[worker]]
                     publisher.publish(frames)
                     _wait_for(admin, worker, frames[-1]["seq"])
                     console.print(f"{worker}: {len(frames)} recorded batches published and indexed")
-            rows = list(_rows(capture, address))
+            rows = list(_rows(captures, address))
     finally:
         for publisher in publishers.values():
             publisher.close()

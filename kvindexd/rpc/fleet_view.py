@@ -14,6 +14,7 @@ from kvindexd.rpc import codec
 from kvindexd.scoring.scorer import Candidate, candidate
 from kvindexd.v1 import index_pb2 as pb
 
+Stamp = tuple[WorkerView[Registration], int]
 _MEMBERS_AGE = 0.02
 """Seconds for which a scope's members (states included) are computed once."""
 
@@ -31,8 +32,8 @@ class FleetView:
         self._replica = replica
         self._hybrid = hybrid
         self._clock = clock
-        self._candidates: dict[WorkerKey, tuple[int, Candidate]] = {}
-        self._members: dict[tuple[str, str], tuple[float, list[Member]]] = {}
+        self._candidates: dict[WorkerKey, tuple[Stamp, Candidate]] = {}
+        self._members: dict[tuple[str, str], tuple[float, list[Stamp], list[Member]]] = {}
 
     # -- scoring ------------------------------------------------------------------------------
 
@@ -44,14 +45,16 @@ class FleetView:
         return Scope(view.model, namespace, view.table, self._members_of(view))
 
     def _members_of(self, view: ScopeView[Registration]) -> list[Member]:
+        """States may be a few milliseconds old; columns and profiles never: a column that a
+        clear gave up soon speaks of somebody else."""
         now = self._clock()
         key = (view.namespace, view.model)
+        stamp = [(w, w.generation) for w in view.workers]
         cached = self._members.get(key)
-        fresh = cached is not None and now - cached[0] < _MEMBERS_AGE
-        if cached is not None and fresh and len(cached[1]) == len(view.workers):
-            return cached[1]
+        if cached is not None and now - cached[0] < _MEMBERS_AGE and cached[1] == stamp:
+            return cached[2]
         made = [self._member(w, now) for w in view.workers]
-        self._members[key] = (now, made)
+        self._members[key] = (now, stamp, made)
         return made
 
     def _member(self, view: WorkerView[Registration], now: float) -> Member:
@@ -65,10 +68,10 @@ class FleetView:
 
     def _candidate(self, view: WorkerView[Registration]) -> Candidate:
         cached = self._candidates.get(view.key)
-        if cached is not None and cached[0] == view.generation:
+        if cached is not None and cached[0] == (view, view.generation):
             return cached[1]
         made = candidate(view.column, view.profile, view.registration.options, self._hybrid)
-        self._candidates[view.key] = (view.generation, made)
+        self._candidates[view.key] = ((view, view.generation), made)
         return made
 
     def models(self, namespace: str) -> list[str]:
