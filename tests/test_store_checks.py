@@ -10,7 +10,14 @@ from conftest import SERVERS, binary_of
 from servers import Server
 
 from kvindexd.model import BatchDelta, WorkerKey
-from kvindexd.store import SchemaMismatch, Store, StoreFull, StoreOptions, UnfitServer
+from kvindexd.store import (
+    SchemaMismatch,
+    Store,
+    StoreFull,
+    StoreOptions,
+    UnfitServer,
+    parse_url,
+)
 from kvindexd.store.checks import check_fit, identity_of, parse_info
 
 KEY = WorkerKey("", "w0", 0)
@@ -36,7 +43,7 @@ async def test_a_replica_is_refused(redis_server: Server) -> None:
 
 def test_versions() -> None:
     def fit(info: str) -> None:
-        check_fit(identity_of(parse_info(info)), "here")
+        check_fit(identity_of(parse_info(info)), parse_url("redis://h"))
 
     common = "\nrole:master\nmaxmemory_policy:noeviction"
     for fine in ("redis_version:6.2.0", "redis_version:7.4.1", "redis_version:8.0.0"):

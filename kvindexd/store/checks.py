@@ -8,6 +8,7 @@ from redis.exceptions import ResponseError
 from kvindexd.store.connect import Client
 from kvindexd.store.errors import StoreDenied, UnfitServer
 from kvindexd.store.records import Identity
+from kvindexd.store.url import StoreURL
 
 log = structlog.get_logger(__name__)
 
@@ -30,6 +31,7 @@ def identity_of(info: dict[str, str]) -> Identity:
         server="valkey" if valkey else "redis",
         master=info.get("role", "master") == "master",
         policy=info.get("maxmemory_policy", ""),
+        cluster=info.get("cluster_enabled") == "1",
     )
 
 
@@ -41,8 +43,11 @@ async def identify(client: Client, slot: int) -> Identity:
     return identity_of(parse_info(reply.decode(errors="replace")))
 
 
-def check_fit(identity: Identity, where: str) -> None:
+def check_fit(identity: Identity, url: StoreURL, shard: int = 0) -> None:
     """Raise UnfitServer, saying what to change, if the index must not live on this server."""
+    where = str(url) if url.mode == "single" else f"{url} (server of shard {shard})"
+    if identity.cluster and url.mode != "cluster":
+        raise UnfitServer(f"{where}: a node of a cluster; write the URL as redis+cluster://")
     version = tuple(int(p) for p in identity.version.split(".")[:2] if p.isdigit())
     if identity.server == "redis" and version < MINIMUM:
         raise UnfitServer(

@@ -42,6 +42,12 @@ _BACKOFF, _BACKOFF_CAP = 0.02, 1.0
 # Error codes by what to do. Redis 6.2 wraps a script's error: the code is then inside the text.
 _NOT_MASTER = ("READONLY", "MASTERDOWN", "UNBLOCKED")
 _LATER = ("LOADING", "TRYAGAIN", "CLUSTERDOWN", "NOREPLICAS", "MISCONF", "BUSY")
+ACL = (
+    "~kvx:* +@read +@write +@scripting +@connection -@dangerous "
+    "+info +time +memory|usage +role +cluster|slots"
+)
+"""What an ACL user of kvindexd needs: the rules to give to ACL SETUSER."""
+
 _DENIED = ("NOPERM", "NOAUTH", "WRONGPASS")
 
 
@@ -296,14 +302,15 @@ def raise_reply(error: ResponseError, op: str, url: StoreURL) -> None:
         ) from error
     if has_code(error, _DENIED):
         raise StoreDenied(
-            f"{url}: {op!r} is not allowed: {error}; the user needs commands +@all -@dangerous "
-            "+info and keys ~kvx:*"
+            f"{url}: {op!r} is not allowed: {error}; the ACL user needs: {ACL}"
         ) from error
     raise StoreError(f"{url}: {op!r} failed: {error}") from error
 
 
 def raise_if_denied(error: BaseException, url: StoreURL) -> None:
     """Raise StoreDenied for failures to connect that no retry mends."""
+    if has_code(error, ("NOPERM",)):
+        raise StoreDenied(f"{url}: {error}; the ACL user needs: {ACL}") from error
     if has_code(error, _DENIED):
         raise StoreDenied(f"{url}: {error}; check user and password in the store URL") from error
     cause: BaseException | None = error

@@ -18,14 +18,19 @@ class Core:
         self.client = client
         self.shards = shards
         self.feed_maxlen = feed_maxlen
-        self._where: dict[WorkerKey, tuple[int, WorkerKeys]] = {}
+        self._where: dict[WorkerKey, tuple[int, WorkerKeys, str]] = {}
 
     def where(self, key: WorkerKey) -> tuple[int, WorkerKeys]:
         """(slot, keys) of a worker rank."""
+        slot, keys, _ = self._place(key)
+        return slot, keys
+
+    def _place(self, key: WorkerKey) -> tuple[int, WorkerKeys, str]:
+        """Slot, keys and store id, remembered: quoting a name costs as much as a hash."""
         found = self._where.get(key)
         if found is None:
             shard = shard_of(key, self.shards)
-            found = slot_of_shard(shard), worker_keys(shard, key.store_id)
+            found = slot_of_shard(shard), worker_keys(shard, key.store_id), key.store_id
             if len(self._where) >= 10_000:
                 self._where.clear()
             self._where[key] = found
@@ -36,8 +41,8 @@ class Core:
 
         Raises StoreError; NotRegistered and Fenced are recognised here for all scripts.
         """
-        slot, keys = self.where(key)
-        reply = await self.client.eval(script.name, slot, script, keys, (key.store_id, *args))
+        slot, keys, name = self._place(key)
+        reply = await self.client.eval(script.name, slot, script, keys, (name, *args))
         if isinstance(reply, list):
             if reply[0] == b"NOTREG":
                 raise NotRegistered(f"worker {key} is not registered; register it first")

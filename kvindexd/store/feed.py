@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import structlog
-from redis.exceptions import AskError, ResponseError
+from redis.exceptions import AskError, MovedError, ResponseError
 
 from kvindexd.model import WorkerKey
 from kvindexd.store.connect import Client, has_code, raise_if_denied, raise_reply, redirection
@@ -38,6 +38,8 @@ from kvindexd.store.pool import Link, pack
 from kvindexd.store.topology import NETWORK_ERRORS
 
 log = structlog.get_logger(__name__)
+
+_PASSING = ("READONLY", "MASTERDOWN", "UNBLOCKED", "LOADING", "CLUSTERDOWN", "TRYAGAIN")
 
 START = "0-0"
 """The position before the first entry that ever was."""
@@ -248,11 +250,11 @@ class _Tail:
         return self._link
 
     async def _answered_error(self, error: ResponseError, asked: Any) -> None:
-        if isinstance(error, AskError) and asked is not None:  # MOVED is one, too
+        if isinstance(error, MovedError) and asked is not None:
             self._client.moved(self._slot, redirection(error, asked))
-        elif not has_code(
-            error, ("READONLY", "MASTERDOWN", "UNBLOCKED", "LOADING", "CLUSTERDOWN", "TRYAGAIN")
-        ):
+        elif isinstance(error, AskError):
+            return  # the slot is on its way; wait until it has arrived
+        elif not has_code(error, _PASSING):
             raise_reply(error, "feed", self._client.url)
 
     async def _read(

@@ -150,6 +150,7 @@ class Identity(NamedTuple):
     server: str
     master: bool
     policy: str
+    cluster: bool
 
 
 class StoreHealth(NamedTuple):

@@ -90,10 +90,10 @@ class Store:
 
         Raises UnfitServer or SchemaMismatch when this Redis must not be used as it is.
         """
-        checks.check_fit(await checks.identify(self._client, META_SLOT), str(self.url))
+        checks.check_fit(await checks.identify(self._client, META_SLOT), self.url)
         self._birth = await self._agree()
         for shard, identity in (await self.server_identity()).items():
-            checks.check_fit(identity, f"{self.url} (shard {shard})")
+            checks.check_fit(identity, self.url, shard)
             self._identities[shard] = identity
         first = self._identities[0]
         log.info(

@@ -15,7 +15,7 @@ from kvindexd.store.url import Endpoint, StoreURL
 
 log = structlog.get_logger(__name__)
 
-_RESOLVE_TTL = 5.0
+_RESOLVE_TTL = 2.0
 """Seconds for which a Sentinel's answer is believed without asking again. A partitioned old master
 goes on answering its clients: only asking reveals that it was deposed."""
 
