@@ -246,6 +246,8 @@ async def test_ipv6_literals_work(context: Context) -> None:
         ("one_part", "bad_parts"),
         ("four_parts", "bad_parts"),
         ("short_seq", "bad_seq"),
+        ("no_topic", "bad_parts"),
+        ("shifted", "bad_seq"),
         ("end_marker", "bad_seq"),
     ],
 )
@@ -293,7 +295,8 @@ async def test_shifted_framing_recreates_the_socket(context: Context, kind: str)
     with FakeEngine() as engine:
         async with listening(subscriber(context, engine.endpoint())) as got:
             await subscribed(engine)
-            engine.garbage(kind)
+            for _ in range(4):
+                engine.garbage(kind)
             await until(lambda: LinkEvent.RECREATED in got.links)
             await until(lambda: got.links.count(LinkEvent.CONNECTED) == 2)
             await until(lambda: engine.ranks[0].subscriptions() == 1)
@@ -302,13 +305,27 @@ async def test_shifted_framing_recreates_the_socket(context: Context, kind: str)
             assert got.subscriber.link.recreated == 1
 
 
+async def test_shifted_messages_between_good_ones_are_garbage_not_framing(context: Context) -> None:
+    with FakeEngine() as engine:
+        async with listening(subscriber(context, engine.endpoint())) as got:
+            await subscribed(engine)
+            for _ in range(5):
+                for _ in range(3):
+                    engine.garbage("no_topic")
+                engine.publish([EVENT])
+            await until(lambda: got.seqs == [0, 1, 2, 3, 4])
+            assert got.subscriber.dropped == {"bad_parts": 15}
+            assert got.subscriber.link.recreated == 0
+
+
 async def test_a_peer_that_only_sends_shifted_frames_does_not_make_us_reconnect_for_ever(
     context: Context,
 ) -> None:
     with FakeEngine() as engine:
         async with listening(subscriber(context, engine.endpoint())) as got:
             await subscribed(engine)
-            engine.garbage("no_topic")
+            for _ in range(4):
+                engine.garbage("no_topic")
             await until(lambda: got.links.count(LinkEvent.CONNECTED) == 2)
             await until(lambda: engine.ranks[0].subscriptions() == 1)
             for _ in range(50):
@@ -316,7 +333,7 @@ async def test_a_peer_that_only_sends_shifted_frames_does_not_make_us_reconnect_
             engine.publish([EVENT])
             await until(lambda: got.seqs == [0])
             assert got.subscriber.link.recreated == 1
-            assert got.subscriber.dropped["bad_parts"] == 51
+            assert got.subscriber.dropped["bad_parts"] == 54
 
 
 # -- the connection ----------------------------------------------------------------------------

@@ -36,6 +36,9 @@ __all__ = [
 log = structlog.get_logger(__name__)
 
 _MAX_RECREATE_WAIT = 60.0
+_OUT_OF_STEP = 4
+"""Messages in a row that look shifted before the socket is replaced. Replacing it loses whatever
+waits in it, so that one piece of garbage must cost itself only."""
 _LOOK = 1.0
 """Seconds between looks at a connection that tells nothing."""
 
@@ -98,6 +101,7 @@ class Subscriber:
         self._monitor: zmq.Socket[bytes] | None = None
         self._recreate_at = 0.0
         self._recreate_wait = 1.0
+        self._shifted = 0
         self.link = Link.new(self._endpoint, settings.bind, clock())
         self.dropped: Counter[str] = Counter()
 
@@ -192,8 +196,10 @@ class Subscriber:
                 delivery.frames.append(parse_live(parts, self._settings.max_event_bytes, now))
             except FrameError as e:
                 self._refuse(e, parts, delivery)
-                if looks_shifted(parts) and self._recreate("framing out of step", delivery):
+                if self._out_of_step(parts) and self._recreate("framing out of step", delivery):
                     return
+            else:
+                self._shifted = 0
         if delivery.frames:
             self.link.heard(now)
             self._recreate_wait = 1.0
@@ -206,6 +212,10 @@ class Subscriber:
             )
         self.dropped[error.reason] += 1
 
+    def _out_of_step(self, parts: list[bytes]) -> bool:
+        self._shifted = self._shifted + 1 if looks_shifted(parts) else 0
+        return self._shifted >= _OUT_OF_STEP
+
     def _recreate(self, why: str, delivery: Delivery) -> bool:
         """Replace the socket; seldom, should the peer be to blame.
 
@@ -216,6 +226,7 @@ class Subscriber:
             return False
         self._recreate_at = now + self._recreate_wait
         self._recreate_wait = min(_MAX_RECREATE_WAIT, self._recreate_wait * 2)
+        self._shifted = 0
         self.close()
         self.open()
         self.link.replaced(why, now)
