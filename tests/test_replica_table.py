@@ -183,6 +183,13 @@ def test_chain_lookup_is_exact_across_gaps_and_reused_rows() -> None:
     absent = set(gone)
     for name, row in zip(query.tolist(), rows.tolist(), strict=True):
         assert (row > 0) == (name in set(chain) and name not in absent)
+    for start in (0, 250, 300, 305, 600, 1400, 1990):
+        exact = table.lookup(query[start:])
+        leading = table.lookup(query[start:], prefix=True)
+        run = int((exact > 0).argmin())
+        assert leading[:run].tolist() == exact[:run].tolist()
+        assert leading[run] == -1
+        assert set(leading[run:].tolist()) <= {-1, *exact.tolist()}
     other = [rng.getrandbits(64) | 1 for _ in range(len(gone))]
     table.apply(0, [plane], mutations([(n, 0, ADD) for n in other]))
     assert (table.lookup(np.array(gone, np.uint64)) == -1).all()

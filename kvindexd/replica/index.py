@@ -22,8 +22,9 @@ _SPLIT_PER_ROW = 4
 _LOAD = 0.75
 """Rows per bucket from which the index doubles: fewer rounds of a lookup against 4 bytes each."""
 
-_RUN_MIN = 64
-_RUN_TRIES = 4
+_RUN_MIN = 96
+"""Names in a run of rows from which comparing slices costs less than looking each name up."""
+_PREFIX_STEP = 256
 
 
 class Index:
@@ -110,20 +111,21 @@ class Index:
                 return rows
             at, here, wanted = at[left], here[left], wanted[left]
 
-    def find_chain(self, names: Names) -> Rows:
+    def find_chain(self, names: Names, *, prefix: bool = False) -> Rows:
         """`find` for names in chain order, as prompts are.
 
         Blocks of one prompt arrive together, so their rows follow each other: one comparison of a
-        slice answers a whole run, without hashing or random reads.
+        slice answers a whole run, without hashing or random reads. With `prefix`, names behind
+        the first missing one may be answered 0 whether missing or not.
         """
         n = len(names)
-        if n < _RUN_MIN:
-            return self.find(names)
         rows = np.zeros(n, np.int32)
         at = 0
-        for _ in range(_RUN_TRIES):
+        while n - at >= _RUN_MIN:
             row = self.find_one(names.item(at))
             if not row:
+                if prefix:
+                    return rows
                 break
             ahead = self.names.a[row : row + n - at]
             same = ahead == names[at : at + len(ahead)]
@@ -131,11 +133,16 @@ class Index:
             run = int(same.argmin()) if not same.all() else len(ahead)
             rows[at : at + run] = np.arange(row, row + run, dtype=np.int32)
             at += run
-            if at == n:
-                return rows
             if run < _RUN_MIN:
                 break
-        rows[at:] = self.find(names[at:])
+        step = _PREFIX_STEP if prefix else n
+        while at < n:
+            found = self.find(names[at : at + step])
+            rows[at : at + step] = found
+            if prefix and not found.all():
+                break
+            at += step
+            step *= 4
         return rows
 
     def insert(self, rows: Rows, names: Names) -> None:

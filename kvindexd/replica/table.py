@@ -60,8 +60,6 @@ class Table:
         self.refused = 0
         """Mutations dropped because they named block 0, which stands for "no block"."""
 
-    # -- what there is
-
     @property
     def planes(self) -> Sequence[Plane]:
         """The table's planes; the position is the table's plane id."""
@@ -198,8 +196,6 @@ class Table:
         dead = ((hit != 0) & (left == 0)).nonzero()[0]
         if dead.size:
             self._release((dead + low).astype(np.int32))
-
-    # -- rows
 
     def _allocate(self, count: int) -> Rows:
         """Rows for `count` blocks, in runs as long as there are, so that chains stay together."""
@@ -346,9 +342,12 @@ class Table:
 
     # -- reading
 
-    def lookup(self, names: Names) -> npt.NDArray[np.int64]:
-        """The row of each name, -1 where nobody holds it. Fastest in chain order."""
-        rows = self._index.find_chain(names).astype(np.int64)
+    def lookup(self, names: Names, *, prefix: bool = False) -> npt.NDArray[np.int64]:
+        """The row of each name, -1 where nobody holds it. Fastest in chain order.
+
+        `prefix`: only the leading run of held names matters; behind its end all may read -1.
+        """
+        rows = self._index.find_chain(names, prefix=prefix).astype(np.int64)
         rows -= rows == 0
         return rows
 
