@@ -33,6 +33,7 @@ async def test_a_server_that_evicts_is_refused(redis_server: Server, policy: str
 
 
 async def test_a_replica_is_refused(redis_server: Server) -> None:
+    redis_server("CONFIG", "SET", "repl-diskless-sync-delay", 0)
     with servers.server(redis_server.binary, *servers.VOLATILE) as replica:
         replica("REPLICAOF", "127.0.0.1", redis_server.port)
         servers.wait_until(lambda: b"master_link_status:up" in replica("INFO", "replication"))

@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import random
-import ssl
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import structlog
-from redis.exceptions import (
-    AskError,
-    AuthenticationError,
-    AuthorizationError,
-    BusyLoadingError,
-    ClusterDownError,
-    MasterDownError,
-    MovedError,
-    NoPermissionError,
-    NoScriptError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    ResponseError,
-    TryAgainError,
-)
+from redis.exceptions import AskError, MovedError, NoScriptError, ResponseError
 
-from kvindexd.store.errors import StoreDenied, StoreError, StoreFull, StoreUnavailable
+from kvindexd.store.errors import StoreError, StoreUnavailable
 from kvindexd.store.pool import Connector, Link, Pool, pack
+from kvindexd.store.replies import (
+    LATER,
+    NOT_MASTER,
+    has_code,
+    raise_if_denied,
+    raise_reply,
+    redirection,
+)
 from kvindexd.store.scripts import Script
 from kvindexd.store.topology import NETWORK_ERRORS, topology_for
 from kvindexd.store.url import Endpoint, StoreURL
@@ -38,17 +31,6 @@ Observer = Callable[[str, float, str], None]
 """Told of every command: operation, seconds, and "" or the name of what went wrong."""
 
 _BACKOFF, _BACKOFF_CAP = 0.02, 1.0
-
-# Error codes by what to do. Redis 6.2 wraps a script's error: the code is then inside the text.
-_NOT_MASTER = ("READONLY", "MASTERDOWN", "UNBLOCKED")
-_LATER = ("LOADING", "TRYAGAIN", "CLUSTERDOWN", "NOREPLICAS", "MISCONF", "BUSY")
-ACL = (
-    "~kvx:* +@read +@write +@scripting +@connection -@dangerous "
-    "+info +time +memory|usage +role +cluster|slots"
-)
-"""What an ACL user of kvindexd needs: the rules to give to ACL SETUSER."""
-
-_DENIED = ("NOPERM", "NOAUTH", "WRONGPASS")
 
 
 class Limits(NamedTuple):
@@ -61,28 +43,6 @@ class Limits(NamedTuple):
     connect_timeout: float = 2.0
     timeout: float = 3.0
     deadline: float = 15.0
-
-
-# redis-py has classes for some codes, and takes the code out of their text.
-_CODES: tuple[tuple[type[BaseException], str], ...] = (
-    (OutOfMemoryError, "OOM"),
-    (ReadOnlyError, "READONLY"),
-    (MasterDownError, "MASTERDOWN"),
-    (TryAgainError, "TRYAGAIN"),
-    (ClusterDownError, "CLUSTERDOWN"),
-    (BusyLoadingError, "LOADING"),
-    (NoPermissionError, "NOPERM"),
-    (AuthenticationError, "WRONGPASS"),
-    (AuthorizationError, "NOPERM"),
-)
-
-
-def has_code(error: BaseException, codes: Sequence[str]) -> bool:
-    """Whether an error reply carries one of the codes, also from inside a Redis 6.2 script."""
-    if any(isinstance(error, kind) and code in codes for kind, code in _CODES):
-        return True
-    text = str(error)
-    return text.split(" ", 1)[0] in codes or any(f"-{code} " in text for code in codes)
 
 
 class Client:
@@ -266,10 +226,10 @@ class _Attempt:
         elif isinstance(error, AskError):
             self.ask = redirection(error, self.endpoint)
             await self._pause_unless_first()
-        elif has_code(error, _NOT_MASTER):
+        elif has_code(error, NOT_MASTER):
             await self.client.suspect(self.endpoint)
             await self._pause()
-        elif has_code(error, _LATER):
+        elif has_code(error, LATER):
             if has_code(error, ("CLUSTERDOWN",)):
                 await self.client.suspect(self.endpoint)
             await self._pause()
@@ -287,37 +247,3 @@ class _Attempt:
         limit = min(_BACKOFF_CAP, _BACKOFF * 2**self.failures)
         self.failures += 1
         await asyncio.sleep(random.uniform(limit / 4, limit))  # noqa: S311
-
-
-def redirection(error: AskError, asked: Endpoint) -> Endpoint:
-    """The target of a MOVED or ASK reply; an empty host means the one that was asked."""
-    return Endpoint(error.host or asked.host, error.port)
-
-
-def raise_reply(error: ResponseError, op: str, url: StoreURL) -> None:
-    """Raise the StoreError that an error reply stands for."""
-    if has_code(error, ("OOM",)):
-        raise StoreFull(
-            f"{url}: the server is at maxmemory, {op!r} refused; raise maxmemory or forget workers"
-        ) from error
-    if has_code(error, _DENIED):
-        raise StoreDenied(
-            f"{url}: {op!r} is not allowed: {error}; the ACL user needs: {ACL}"
-        ) from error
-    raise StoreError(f"{url}: {op!r} failed: {error}") from error
-
-
-def raise_if_denied(error: BaseException, url: StoreURL) -> None:
-    """Raise StoreDenied for failures to connect that no retry mends."""
-    if has_code(error, ("NOPERM",)):
-        raise StoreDenied(f"{url}: {error}; the ACL user needs: {ACL}") from error
-    if has_code(error, _DENIED):
-        raise StoreDenied(f"{url}: {error}; check user and password in the store URL") from error
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, ssl.SSLCertVerificationError):
-            raise StoreDenied(
-                f"{url}: the server's certificate is not trusted: {cause.verify_message}; "
-                "set ssl_ca_certs in the store URL"
-            ) from error
-        cause = cause.__cause__ or cause.__context__

@@ -31,10 +31,11 @@ import structlog
 from redis.exceptions import AskError, MovedError, ResponseError
 
 from kvindexd.model import WorkerKey
-from kvindexd.store.connect import Client, has_code, raise_if_denied, raise_reply, redirection
+from kvindexd.store.connect import Client
 from kvindexd.store.errors import StoreError, StoreUnavailable
 from kvindexd.store.keys import feed_key, shard_key, slot_of_shard
 from kvindexd.store.pool import Link, pack
+from kvindexd.store.replies import has_code, raise_if_denied, raise_reply, redirection
 from kvindexd.store.topology import NETWORK_ERRORS
 
 log = structlog.get_logger(__name__)

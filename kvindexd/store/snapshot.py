@@ -9,11 +9,11 @@ from typing import Any
 from redis.exceptions import ResponseError
 
 from kvindexd.model import WorkerKey
-from kvindexd.store.connect import raise_reply
 from kvindexd.store.core import Core
 from kvindexd.store.errors import Diverged, NotRegistered, StoreUnavailable
 from kvindexd.store.pool import Link, pack
 from kvindexd.store.records import Snapshot
+from kvindexd.store.replies import raise_reply
 from kvindexd.store.topology import NETWORK_ERRORS
 
 CHUNK = 2_000

@@ -9,8 +9,9 @@ from typing import Any, Protocol
 import structlog
 from redis.exceptions import RedisError, ResponseError
 
-from kvindexd.store.errors import StoreError, StoreUnavailable, UnfitServer
+from kvindexd.store.errors import StoreDenied, StoreError, StoreUnavailable, UnfitServer
 from kvindexd.store.pool import Connector, pack
+from kvindexd.store.replies import raise_if_denied
 from kvindexd.store.url import Endpoint, StoreURL
 
 log = structlog.get_logger(__name__)
@@ -57,6 +58,7 @@ class Sentinel:
     """The master of one service, as a sentinel names it and the server itself confirms."""
 
     def __init__(self, url: StoreURL, connector: Connector, connect_timeout: float) -> None:
+        self._url = url
         self._sentinels = list(url.endpoints)
         self._service = url.service
         self._servers = connector
@@ -68,37 +70,45 @@ class Sentinel:
         )
         self._connector = Connector(own, connect_timeout=connect_timeout)
         self._master: Endpoint | None = None
-        self._asked = 0.0
+        self._valid_until = 0.0
         self._lock = asyncio.Lock()
 
     async def endpoint(self, slot: int) -> Endpoint:
-        if self._master is not None and time.monotonic() - self._asked < _RESOLVE_TTL:
+        if self._master is not None and time.monotonic() < self._valid_until:
             return self._master
         async with self._lock:
-            if self._master is not None and time.monotonic() - self._asked < _RESOLVE_TTL:
+            if self._master is not None and time.monotonic() < self._valid_until:
                 return self._master
             return await self._resolve()
 
     async def _resolve(self) -> Endpoint:
         problems = []
+        unfit: dict[Endpoint, str] = {}
         for sentinel in list(self._sentinels):
             try:
                 master = await self._ask(sentinel)
-                await self._confirm(master)
+                if master not in unfit:
+                    # Not asked twice: an unreachable one costs a timeout.
+                    unfit[master] = await self._why_unfit(master)
+            except StoreDenied:
+                raise
             except (*NETWORK_ERRORS, StoreError) as e:
                 problems.append(f"{sentinel}: {e or type(e).__name__}")
+                continue
+            if unfit[master]:
+                problems.append(f"{sentinel}: names {master}, {unfit[master]}")
                 continue
             # The one that answered is asked first next time.
             self._sentinels.remove(sentinel)
             self._sentinels.insert(0, sentinel)
             if master != self._master:
                 log.info("store_master", service=self._service, master=str(master))
-            self._master, self._asked = master, time.monotonic()
+            self._master, self._valid_until = master, time.monotonic() + _RESOLVE_TTL
             return master
         if self._master is not None:
             # Sentinels away, or a failover under way; the known master may still do.
             log.warning("store_sentinels_unusable", problems=problems, master=str(self._master))
-            self._asked = time.monotonic()
+            self._valid_until = time.monotonic() + _RESOLVE_TTL
             return self._master
         raise StoreUnavailable(
             f"no master of {self._service!r} to be had from the sentinels: " + "; ".join(problems)
@@ -111,15 +121,20 @@ class Sentinel:
             raise StoreUnavailable(f"does not know a service {self._service!r}")
         return Endpoint(answer[0].decode(), int(answer[1]))
 
-    async def _confirm(self, master: Endpoint) -> None:
-        """Sentinels name the old master for a while after it came back as a replica."""
-        role = await _one_reply(self._servers, master, pack("ROLE"), self._timeout)
-        if role[0] != b"master":
-            raise StoreUnavailable(f"names {master}, which is a {role[0].decode()}")
+    async def _why_unfit(self, master: Endpoint) -> str:
+        """Nothing, or why not to use it. Sentinels name a dead master until they agree on another, and
+        the old one for a while after it came back as a replica."""
+        try:
+            role = await _one_reply(self._servers, master, pack("ROLE"), self._timeout)
+        except NETWORK_ERRORS as e:
+            raise_if_denied(e, self._url)
+            return f"which does not answer ({e or type(e).__name__})"
+        return "" if role[0] == b"master" else f"which is a {role[0].decode()}"
 
     async def suspect(self, endpoint: Endpoint) -> None:
+        # Still known: if no sentinel answers, it may be all that there is.
         if endpoint == self._master:
-            self._master = None
+            self._valid_until = 0.0
 
     def moved(self, slot: int, to: Endpoint) -> None:
         raise UnfitServer("the Sentinel's master is a node of a cluster: use redis+cluster://")
