@@ -1,4 +1,4 @@
-"""A real `kvindexd` process for tests: started on free ports, asked over gRPC, stopped or killed."""
+"""A real `kvindexd` process for tests: started on free ports, asked, stopped or killed."""
 
 from __future__ import annotations
 

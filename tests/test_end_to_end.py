@@ -221,7 +221,9 @@ def test_ten_blocks_and_not_forty_are_counted(embedded: Daemon) -> None:
 # -- bad input --------------------------------------------------------------------------------
 
 
-def stored(tokens: list[int], *hashes: int, parent: int | None = None, **more: Any) -> dict[str, Any]:
+def stored(
+    tokens: list[int], *hashes: int, parent: int | None = None, **more: Any
+) -> dict[str, Any]:
     """A BlockStored event of block size 16."""
     return {
         "type": "BlockStored",

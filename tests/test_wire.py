@@ -217,7 +217,7 @@ def test_hashes_of_other_types_are_rejected(bad: Any) -> None:
         ({"block_size": None}, "bad_block_size"),
         ({"token_ids": T32[:-1]}, "misaligned"),
         ({"token_ids": T16}, "too_many_hashes"),
-        ({"token_ids": [2 ** 32, *T32[1:]]}, "bad_token_ids"),
+        ({"token_ids": [2**32, *T32[1:]]}, "bad_token_ids"),
         ({"token_ids": [-1, *T32[1:]]}, "bad_token_ids"),
         ({"token_ids": [[1, 2], *T32[1:]]}, "bad_token_ids"),
         ({"token_ids": [[1, 2, 3]] * 32}, "bad_token_ids"),
