@@ -218,7 +218,7 @@ class RankState:
 
     def forget_saved(self) -> None:
         """Give the profile and the state again with the next delta: they were not written."""
-        self._saved = (b"", b"")
+        self._saved, self._saved_shape = (b"", b""), ()
 
     def shed(self, deltas: Iterable[BatchDelta]) -> int:
         """Forget every block and waiting store that these deltas would have written; how many."""
