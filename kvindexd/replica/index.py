@@ -121,7 +121,8 @@ class Index:
         n = len(names)
         rows = np.zeros(n, np.int32)
         at = 0
-        while n - at >= _RUN_MIN:
+        short = 2  # runs: of a prompt that came in pieces, the first and the last are cut
+        while n - at >= _RUN_MIN and short:
             row = self.find_one(names.item(at))
             if not row:
                 if prefix:
@@ -133,8 +134,7 @@ class Index:
             run = int(same.argmin()) if not same.all() else len(ahead)
             rows[at : at + run] = np.arange(row, row + run, dtype=np.int32)
             at += run
-            if run < _RUN_MIN:
-                break
+            short -= run < _RUN_MIN
         step = _PREFIX_STEP if prefix else n
         while at < n:
             found = self.find(names[at : at + step])

@@ -196,7 +196,9 @@ class Replica(Generic[R]):
     async def _read(self, reader: Reader, count: int) -> int:
         """One read of the feed; how many entries to ask for next time."""
         try:
-            read = await reader.read(self._positions, int(self._options.block * 1000), count)
+            # Until the end has been seen once, an idle feed must not keep the replica unready.
+            block = int(self._options.block * 1000) if self._reached_end else 0
+            read = await reader.read(self._positions, block, count)
         except (ValueError, LookupError) as e:
             self._book.counters["feed_unreadable"] += 1
             log.error("feed_unreadable", error=repr(e), action="loading all workers anew")
