@@ -8,7 +8,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Literal
@@ -33,14 +33,13 @@ from kvindexd.rpc.fleet_view import FleetView
 from kvindexd.rpc.index_service import IndexService
 from kvindexd.rpc.server import RpcServer, add_admin, add_index
 from kvindexd.rpc.tailing import Tail
-from kvindexd.store import NotRegistered, Store, StoreOptions
+from kvindexd.store import NotRegistered, Store, StoreError, StoreOptions
 from kvindexd.store.embedded import EmbeddedServer
 from kvindexd.telemetry import Metrics, MetricsServer
 
 log = structlog.get_logger(__name__)
 
 Role = Literal["serve", "sidecar", "scorer"]
-_FOLLOW_INTERVAL = 0.05
 _GAUGE_INTERVAL = 2.0
 _FIRST_LOAD = 30.0
 """Seconds for which the gRPC port is held back for the first load."""
@@ -87,7 +86,7 @@ class Daemon:
             async with asyncio.TaskGroup() as tasks:
                 background = [
                     tasks.create_task(work, name=name)
-                    for name, work in self._background(replica, supervisor)
+                    for name, work in self._background(store, replica, supervisor)
                 ]
                 server = await self._start_rpc(store, replica, supervisor)
                 self._log_ready()
@@ -201,7 +200,10 @@ class Daemon:
         )
 
     def _background(
-        self, replica: Replica[Registration] | None, supervisor: Supervisor | None
+        self,
+        store: Store,
+        replica: Replica[Registration] | None,
+        supervisor: Supervisor | None,
     ) -> Iterable[tuple[str, Coroutine[None, None, None]]]:
         if replica is not None:
             yield "replica", replica.run()
@@ -209,22 +211,53 @@ class Daemon:
         if supervisor is not None:
             yield "ingest", supervisor.run()
             if replica is not None:
-                yield "follow", self._follow(replica, supervisor)
+                yield "follow", self._follow(store, replica, supervisor)
             else:
                 supervisor.set_all(
                     msgspec.convert(msgspec.structs.asdict(w), Registration)
                     for w in self._config.workers
                 )
 
-    async def _follow(self, replica: Replica[Registration], supervisor: Supervisor) -> None:
+    async def _follow(
+        self, store: Store, replica: Replica[Registration], supervisor: Supervisor
+    ) -> None:
         """Ingest whatever is registered, by whomever."""
+        changed = asyncio.Event()
+        unwatch = replica.watch(lambda _: changed.set())
+        birth = store.birth
         known: dict[WorkerKey, Registration] = {}
+        try:
+            while True:
+                changed.clear()
+                now = {v.key: v.registration for v in replica.workers()}
+                gone = [known[key] for key in known if key not in now]
+                if gone and await self._was_lost(store, birth, gone):
+                    birth = store.birth
+                else:
+                    known = now
+                    supervisor.set_all(now.values())
+                await changed.wait()
+        finally:
+            unwatch()
+
+    async def _was_lost(self, store: Store, birth: str, gone: Sequence[Registration]) -> bool:
+        """Whether ranks are gone because the servers lost their data; then they are registered
+        again, and their ingesters, which go on, write what they hold. Waits for the store."""
         while True:
-            now = {v.key: v.registration for v in replica.workers()}
-            if now != known:
-                known = now
-                supervisor.set_all(now.values())
-            await asyncio.sleep(_FOLLOW_INTERVAL)
+            try:
+                await store.verify()
+                if store.birth == birth:
+                    return False
+                for registration in gone:
+                    await store.register(
+                        registration.key, registration.encode(), False, time.time()
+                    )
+            except StoreError as e:
+                log.warning("store_not_verified", error=str(e))
+                await asyncio.sleep(1.0)
+            else:
+                log.warning("workers_registered_again", count=len(gone), why="the store is empty")
+                return True
 
     async def _gauges(self, replica: Replica[Registration]) -> None:
         """Per-rank gauges, as this process sees the fleet."""

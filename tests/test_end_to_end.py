@@ -38,6 +38,7 @@ ONCE = [
     "i_attn16_mamba64",
     "j_native_offload_placeholder",
     "j_native_offload_selfdesc",
+    "k_connect_mode",
     "k_dup_and_evict",
     "k_preemption",
     "k_restart_and_replay",
@@ -48,14 +49,19 @@ ONCE = [
     "o_eagle_gptoss_lookahead",
     "o_eagle_lookahead",
     "o_eagle_nolookahead",
+    "s_bind_true",
+    "s_dp2",
     "s_eagle_ps16",
     "s_full_ps1",
     "s_full_ps16",
     "s_full_ps64",
+    "s_fuzz_lag",
+    "s_fuzz_ps16",
     "s_hicache_wb",
     "s_hicache_wt",
     "s_legacy_ps16",
     "s_replay_restart",
+    "s_session",
 ]
 
 

@@ -115,6 +115,9 @@ class RankWriter:
             log.debug("payload_rejected", worker=str(self.lease.key), seq=frame.seq, error=str(e))
             batch = Batch(frame.ts if frame.ts is not None else self.last_ts, [])
         self._counters.batch(batch)
+        if batch.rank is not None and batch.rank != self.lease.key.dp_rank:
+            # What a stream says belongs to the rank that it is registered as, whatever it claims.
+            self._counters.add("rank_mismatch")
         if self._events is not None:
             self._events(frame, batch)
         self._applying = True

@@ -28,6 +28,8 @@ log = structlog.get_logger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
 _VISIBLE_WITHIN = 2.0
+_OWNED_WITHIN = 0.5
+"""Seconds that RegisterWorker waits for the replica, and for an ingester to take the rank."""
 _WATCH_INTERVAL = 0.25
 MAX_WALK = 1_000_000
 
@@ -85,13 +87,16 @@ class AdminService(index_pb2_grpc.KVIndexAdminServicer):
 
     async def _visible(self, registration: Registration) -> pb.Worker:
         """The rank once the replica shows it, so that the caller's next call finds it."""
-        deadline = time.monotonic() + _VISIBLE_WITHIN
-        while time.monotonic() < deadline:
+        begun = time.monotonic()
+        message = codec.worker_message(registration)
+        while time.monotonic() < begun + _VISIBLE_WITHIN:
             view = self._fleet.view(registration.key)
             if view is not None and view.registration == registration:
-                return self._fleet.message(view)
+                message = self._fleet.message(view)
+                if view.owner or time.monotonic() > begun + _OWNED_WITHIN:
+                    break
             await asyncio.sleep(0.005)
-        return codec.worker_message(registration)
+        return message
 
     async def DeregisterWorker(
         self, request: pb.DeregisterWorkerRequest, context: Context
