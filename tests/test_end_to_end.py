@@ -159,9 +159,11 @@ def _compare(name: str, playback: Playback) -> int:
     feeders: Any = {w: _Feeder(playback, w) for w in offline}
     for feeder, worker in zip(feeders.values(), offline.values(), strict=True):
         feeder.main, feeder.single, feeder.drops = worker.main, worker.single, worker.drops
-    probes, settled_at, asked = 0, -1, {}
+    probes = 0
+    settled_at: Any = None
+    asked: dict[Any, pb.WorkerScore] = {}
     for probe in playback.capture.play(feeders):
-        position = sum(playback._last.values()) + sum(playback._restarts.values()) * 10**6
+        position = (dict(playback._last), dict(playback._restarts))
         if position != settled_at:
             playback.settle()
             settled_at, asked = position, {}
