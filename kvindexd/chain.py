@@ -20,6 +20,11 @@ from typing import Any, NamedTuple
 import msgspec
 import xxhash
 
+try:
+    from kvindexd import _chain as _native
+except ImportError:  # no compiler where it was installed
+    _native = None  # type: ignore[assignment]
+
 UNIT = 16
 """Tokens per chain unit unless a worker's block sizes force a smaller one."""
 
@@ -79,6 +84,24 @@ def extend(
     `tokens`: packed uint32 LE; a trailing partial unit is dropped. `extras`: unit index within
     `tokens` -> bytes that enter that unit.
     """
+    if _native is None or extras or unit > UNIT:
+        return extend_plain(key, tokens, unit, extras)
+    return memoryview(_native.extend(key, tokens, unit)).cast("Q").tolist()
+
+
+def extend_packed(
+    key: int, tokens: bytes, unit: int, extras: Mapping[int, bytes] | None = None
+) -> bytes:
+    """The same keys as packed uint64 in this machine's byte order."""
+    if _native is None or extras or unit > UNIT:
+        return array("Q", extend_plain(key, tokens, unit, extras)).tobytes()
+    return _native.extend(key, tokens, unit)
+
+
+def extend_plain(
+    key: int, tokens: bytes, unit: int, extras: Mapping[int, bytes] | None = None
+) -> list[int]:
+    """`extend` without the C module, which knows no extras: about 140 ns per unit, not 8."""
     step = unit * 4
     keys: list[int] = []
     append = keys.append

@@ -39,22 +39,24 @@ class Query:
         if unit in self._keys or len(self._packed) <= SLICE * 4:
             return
         extras = chain.item_extras(self._items, unit) if self._items else {}
-        keys: list[int] = []
+        key, parts = self._root, []
         per_slice = SLICE // unit
         for first in range(0, len(self._packed) // (4 * unit), per_slice):
             part = self._packed[first * unit * 4 : (first + per_slice) * unit * 4]
             inside = {u - first: e for u, e in extras.items() if first <= u < first + per_slice}
-            keys += chain.extend(keys[-1] if keys else self._root, part, unit, inside)
+            parts.append(np.frombuffer(chain.extend_packed(key, part, unit, inside), np.uint64))
+            if len(parts[-1]):
+                key = int(parts[-1][-1])
             await asyncio.sleep(0)
-        self._keys[unit] = np.array(keys, np.uint64)
+        self._keys[unit] = np.concatenate(parts)
 
     def keys(self, unit: int) -> Names | None:
         """The chain key at every unit boundary; None when it cannot be known for this unit."""
         found = self._keys.get(unit)
         if found is None:
             extras = chain.item_extras(self._items, unit) if self._items else None
-            keys = chain.extend(self._root, self._packed, unit, extras)
-            found = self._keys[unit] = np.array(keys, np.uint64)
+            keys = chain.extend_packed(self._root, self._packed, unit, extras)
+            found = self._keys[unit] = np.frombuffer(keys, np.uint64)
         return found
 
     def names(self, unit: int, lookahead: int, entry: int) -> Names | None:

@@ -1,0 +1,3 @@
+from typing_extensions import Buffer
+
+def extend(key: int, tokens: Buffer, unit: int) -> bytes: ...
