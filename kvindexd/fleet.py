@@ -14,6 +14,7 @@ class Member(NamedTuple):
     """One worker rank that a query may be answered with.
 
     `state`: a WorkerState name. `staleness_ms`: since the last applied batch or heartbeat.
+    `epoch`: the incarnation of its cache.
     """
 
     key: WorkerKey
@@ -21,6 +22,7 @@ class Member(NamedTuple):
     candidate: Candidate
     state: str
     staleness_ms: int
+    epoch: int = 0
 
 
 class Filter(NamedTuple):

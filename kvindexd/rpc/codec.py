@@ -84,7 +84,14 @@ def group_message(info: GroupInfo, stores: int | None = None) -> pb.Group:
 
 
 def score_message(
-    key: WorkerKey, address: str, scored: Scored, *, state: int, staleness_ms: int, cost: float
+    key: WorkerKey,
+    address: str,
+    scored: Scored,
+    *,
+    state: int,
+    staleness_ms: int,
+    cost: float,
+    active_blocks: int = 0,
 ) -> pb.WorkerScore:
     """One line of a ScoreWorkers answer."""
     return pb.WorkerScore(
@@ -97,6 +104,8 @@ def score_message(
         device_tokens=scored.device,
         host_tokens=scored.host,
         storage_tokens=scored.storage,
+        predicted_tokens=scored.predicted,
+        active_blocks=active_blocks,
         cost=cost,
         state=state,  # type: ignore[arg-type]  # a WorkerState value
         staleness_ms=staleness_ms,

@@ -64,6 +64,7 @@ class FleetView:
             self._candidate(view),
             view.judge(now).state,
             view.staleness_ms(now),
+            view.epoch,
         )
 
     def _candidate(self, view: WorkerView[Registration]) -> Candidate:

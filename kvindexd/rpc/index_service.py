@@ -15,8 +15,8 @@ from kvindexd.rpc import codec
 from kvindexd.rpc.budget import Admission
 from kvindexd.rpc.errors import NotFound, RequestError
 from kvindexd.rpc.prompt import query_of
-from kvindexd.scoring.cost import Weights, cost
-from kvindexd.scoring.explain import runs
+from kvindexd.scoring.explain import MISSING, PREDICTED, Run, runs
+from kvindexd.scoring.picker import Choice, Picker
 from kvindexd.scoring.query import Query
 from kvindexd.scoring.scorer import Probes, Scored, TablePresence, score
 from kvindexd.v1 import index_pb2 as pb
@@ -62,12 +62,12 @@ class IndexService(index_pb2_grpc.KVIndexServicer):
         *,
         max_prompt_tokens: int,
         max_concurrent_calls: int,
-        weights: Weights | None = None,
+        picker: Picker | None = None,
     ) -> None:
         self._fleet = fleet
         self._observer = observer
         self._max_tokens = max_prompt_tokens
-        self._weights = weights or Weights()
+        self._picker = picker or Picker()
         self._admission = Admission(max_concurrent_calls)
 
     async def ScoreWorkers(
@@ -173,9 +173,9 @@ class IndexService(index_pb2_grpc.KVIndexServicer):
         ranked = self._rank(request, query, members, scored)
         if options.top_k:
             ranked = ranked[: options.top_k]
-        size = ranked[0].block_size if ranked else 0
+        size = ranked[0].scored.block_size if ranked else 0
         return pb.ScoreWorkersResponse(
-            scores=ranked,
+            scores=[line(choice) for choice in ranked],
             prompt_tokens=query.tokens,
             prompt_blocks=query.tokens // (size or 16),
             index_revision=self._fleet.revision(),
@@ -187,38 +187,23 @@ class IndexService(index_pb2_grpc.KVIndexServicer):
         query: Query,
         members: list[Member],
         scored: list[Scored],
-    ) -> list[pb.WorkerScore]:
-        """Best first: lower cost, then more reusable tokens, then by name."""
-        weights = self._weights
-        if request.options.HasField("overlap_weight"):
-            weights = weights._replace(overlap=request.options.overlap_weight)
-        order = []
-        for m, s in zip(members, scored, strict=True):
-            price = cost(s, query.tokens, weights)
-            order.append((price, -s.reusable, m.key.worker_id, m.key.dp_rank, m, s))
-        order.sort(key=lambda row: row[:4])
-        return [
-            codec.score_message(
-                m.key,
-                m.registration.address,
-                s,
-                state=pb.WorkerState.Value(m.state),
-                staleness_ms=m.staleness_ms,
-                cost=price,
-            )
-            for price, _, _, _, m, s in order
-        ]
+    ) -> list[Choice]:
+        """Predictions added, best first."""
+        now = time.monotonic()
+        scored = self._picker.with_predictions(query, members, scored, now)
+        options = request.options
+        overlap = options.overlap_weight if options.HasField("overlap_weight") else None
+        return self._picker.rank(query, members, scored, now, overlap)
 
     async def _explain(self, request: pb.ScoreWorkersRequest) -> pb.ExplainResponse:
         scope, query, members = await self._candidates(request)
         candidates = [m.candidate for m in members]
         scored = score(scope.table, query, candidates, explain=True)
         ranked = self._rank(request, query, members, scored)
-        by_key = {(m.key.worker_id, m.key.dp_rank): m for m in members}
         response = pb.ExplainResponse()
-        for line in ranked[: request.options.top_k or len(ranked)]:
-            shape = by_key[(line.worker_id, line.dp_rank)].candidate
-            explained = response.workers.add(score=line)
+        for choice in ranked[: request.options.top_k or len(ranked)]:
+            shape = choice.member.candidate
+            explained = response.workers.add(score=line(choice))
             presence = TablePresence(Probes(scope.table, query), shape.geometry, [shape.column])
             if not shape.geometry.block_size or query.keys(shape.geometry.unit) is None:
                 continue
@@ -230,11 +215,36 @@ class IndexService(index_pb2_grpc.KVIndexServicer):
                         block_size=run.spec.block_size,
                         sliding_window=run.spec.window,
                     ),
-                    held=run.held,
+                    held=self._with_predicted(query, choice, run),
                     stops_at=run.stops_at,
                     why=run.why,
                 )
         return response
+
+    def _with_predicted(self, query: Query, choice: Choice, run: Run) -> bytes:
+        """A run's bytes with the blocks that are missing and predicted marked as such."""
+        predicted = self._picker.predicted_blocks(
+            query, choice.member, run.spec.block_size, time.monotonic()
+        )
+        held = bytearray(run.held)
+        for i, yes in enumerate(predicted):
+            if yes and held[i] == MISSING:
+                held[i] = PREDICTED
+        return bytes(held)
+
+
+def line(choice: Choice) -> pb.WorkerScore:
+    """One line of an answer."""
+    member = choice.member
+    return codec.score_message(
+        member.key,
+        member.registration.address,
+        choice.scored,
+        state=pb.WorkerState.Value(member.state),
+        staleness_ms=member.staleness_ms,
+        cost=choice.cost,
+        active_blocks=choice.load.active_blocks,
+    )
 
 
 def _best_ratio(response: object) -> float | None:

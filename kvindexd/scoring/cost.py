@@ -4,37 +4,93 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kvindexd.scoring.geometry import Geometry
 from kvindexd.scoring.scorer import Scored
+
+UNKNOWN_SIZE = 16
+"""Tokens per block of a worker that has neither shown nor registered a block size."""
 
 
 class Weights(NamedTuple):
-    """Weights of the cost function. `host`, `storage`: what a token there is worth of one on the
-    device, 0..1; `overlap`: cost of one block that must be computed."""
+    """Weights of the cost function. `overlap`: cost of one block that must be computed, times the
+    factor of the worker's role; `host`, `storage`: what a block there is worth of one on the
+    device, 0..1."""
 
     overlap: float = 1.0
     host: float = 0.7
     storage: float = 0.3
+    prefill: float = 20.0
+    decode: float = 2.0
+    mixed: float = 1.0
+
+    def of(self, role: str) -> float:
+        """The overlap weight of a worker by its role (MIXED, PREFILL, DECODE)."""
+        factor = {"PREFILL": self.prefill, "DECODE": self.decode}.get(role, self.mixed)
+        return self.overlap * factor
 
 
 class Load(NamedTuple):
     """A worker's load in blocks: distinct prompt blocks in flight, and the decayed sum of blocks
     that recent picks made it compute."""
 
-    active_blocks: float = 0.0
+    active_blocks: int = 0
     recent_blocks: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The load term of the cost."""
+        return self.active_blocks + self.recent_blocks
 
 
 IDLE = Load()
 
 
-def cost(scored: Scored, tokens: int, weights: Weights, load: Load = IDLE) -> float:
-    """overlap x blocks to compute + load, in blocks of the worker's own size.
+class Miss(NamedTuple):
+    """What a worker lacks of a prompt, in blocks of its own size. `weighted`: what the cost
+    charges, blocks on farther tiers in part; `computed`: those that it must compute."""
 
-    A prompt shorter than one block counts as one block, so that short prompts rotate; a worker
-    whose block size is not known yet is taken to hold nothing, at 16 tokens a block.
+    weighted: float
+    computed: float
+
+
+def blocks_of(tokens: int, size: int) -> int:
+    """Full blocks of a prompt; a prompt shorter than one block counts as one, so that short
+    prompts rotate."""
+    return max(1, tokens // size)
+
+
+def ceiling(geometry: Geometry, tokens: int) -> int:
+    """The most tokens that any worker of a geometry could reuse: one is always computed, and EAGLE
+    drops a block."""
+    align = geometry.alignment
+    most = max(0, tokens - (2 if geometry.pairs else 1)) // align * align
+    if geometry.options.eagle:
+        most = max(0, most - geometry.block_size) // align * align
+    return most
+
+
+def miss_blocks(
+    scored: Scored, geometry: Geometry, tokens: int, size: int, weights: Weights
+) -> Miss:
+    """Blocks that a worker lacks. `size`: its block size, or what it is taken to be.
+
+    A worker that holds every full block of the prompt lacks nothing, although the engine computes
+    the end of it again: no worker could do better, and one block less must always cost more.
     """
-    size = scored.block_size or 16
-    credited = scored.device + weights.host * scored.host + weights.storage * scored.storage
-    total = max(1.0, tokens / size)
-    missing = max(0.0, total - credited / size)
-    return weights.overlap * missing + load.active_blocks + load.recent_blocks
+    total = blocks_of(tokens, size)
+    if tokens < size:
+        return Miss(total, total)
+    credit = scored.device + weights.host * scored.host + weights.storage * scored.storage
+    if _holds_all(scored, geometry, tokens, total * size):
+        rest = total * size - scored.reusable
+        deepest = weights.storage if scored.storage else weights.host if scored.host else 1.0
+        return Miss(max(0.0, total - (credit + deepest * rest) / size), 0.0)
+    return Miss(max(0.0, total - credit / size), max(0.0, total - scored.reusable / size))
+
+
+def _holds_all(scored: Scored, geometry: Geometry, tokens: int, full: int) -> bool:
+    if not geometry.block_size:  # nothing but predictions to go by
+        return scored.matched >= full
+    if geometry.main and scored.matched < full:
+        return False
+    return scored.reusable >= ceiling(geometry, tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -15,13 +15,15 @@ from kvindexd.scoring.query import Names, Query
 
 Words = npt.NDArray[np.uint64]
 Rows = npt.NDArray[np.int64]
+Columns = npt.NDArray[np.int64]
 
 
 class Table(Protocol):
     """Presence bits of one model scope (replica.table)."""
 
-    def lookup(self, names: Names) -> Rows:
-        """The row of each name, -1 where nobody holds it."""
+    def lookup(self, names: Names, *, prefix: bool = False) -> Rows:
+        """The row of each name, -1 where nobody holds it; with `prefix`, only the leading run of
+        held names matters."""
         ...
 
     def masks(self, rows: Rows, plane: int) -> Words:
@@ -34,7 +36,10 @@ class Table(Protocol):
 
 
 class Scored(NamedTuple):
-    """What one worker would reuse of the prompt, in tokens; `reason` says what limits it."""
+    """What one worker would reuse of the prompt, in tokens; `reason` says what limits it.
+
+    `predicted`: the part of `reusable` that rests on predictions (scoring.predict), not on events.
+    """
 
     matched: int = 0
     reusable: int = 0
@@ -44,6 +49,7 @@ class Scored(NamedTuple):
     block_size: int = 0
     upper_bound: bool = False
     reason: str = ""
+    predicted: int = 0
 
 
 class Candidate(NamedTuple):
@@ -65,12 +71,38 @@ def candidate(column: int, profile: Profile, options: WorkerOptions, hybrid: boo
     return Candidate(column, _interned.setdefault(shape, shape), profile.unlocated)
 
 
-class Probes:
-    """Table rows of one query's names, looked up once per entry size."""
+class Panel:
+    """Candidates, sorted into those of like geometry once for many queries."""
 
-    def __init__(self, table: Table, query: Query) -> None:
+    __slots__ = ("groups", "simple", "size")
+
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
+        like: dict[int, list[int]] = {}
+        for i, c in enumerate(candidates):
+            like.setdefault(id(c.geometry), []).append(i)
+        self.size = len(candidates)
+        self.groups = [
+            (
+                candidates[indexes[0]].geometry,
+                np.array([candidates[i].column for i in indexes], np.int64),
+                [candidates[i].unlocated for i in indexes],
+                indexes,
+            )
+            for indexes in like.values()
+        ]
+        self.simple = all(_is_simple(shape) for shape, *_ in self.groups)
+
+
+class Probes:
+    """Table rows of one query's names, looked up once per entry size.
+
+    `prefix`: nobody will ask for more than the leading run.
+    """
+
+    def __init__(self, table: Table, query: Query, prefix: bool = False) -> None:
         self.table = table
         self.query = query
+        self._prefix = prefix
         self._rows: dict[tuple[int, int, int], Rows] = {}
 
     def rows(self, unit: int, lookahead: int, entry: int) -> Rows | None:
@@ -80,14 +112,16 @@ class Probes:
             names = self.query.names(unit, lookahead, entry)
             if names is None:
                 return None
-            found = self._rows[key] = self.table.lookup(names)
+            found = self._rows[key] = self.table.lookup(names, prefix=self._prefix)
         return found
 
 
 class TablePresence:
     """match.Presence over a table for workers of one geometry."""
 
-    def __init__(self, probes: Probes, shape: Geometry, columns: Sequence[int]) -> None:
+    def __init__(
+        self, probes: Probes, shape: Geometry, columns: Sequence[int] | Columns
+    ) -> None:
         self._probes = probes
         self._shape = shape
         self._columns = np.asarray(columns, np.int64)
@@ -107,7 +141,7 @@ class TablePresence:
         return None if words is None else _columns(words, self._columns)
 
 
-def _columns(words: Words, columns: npt.NDArray[np.int64]) -> Bools:
+def _columns(words: Words, columns: Columns) -> Bools:
     bits = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=1, bitorder="little")
     return bits[:, columns].view(np.bool_)
 
@@ -115,22 +149,19 @@ def _columns(words: Words, columns: npt.NDArray[np.int64]) -> Bools:
 def score(
     table: Table,
     query: Query,
-    candidates: Sequence[Candidate],
+    candidates: Sequence[Candidate] | Panel,
     *,
     device_only: bool = False,
     explain: bool = False,
 ) -> list[Scored]:
     """Score all candidates, in their order; with `explain`, say what stops each match."""
-    probes = Probes(table, query)
-    out: list[Scored] = [Scored()] * len(candidates)
-    like: dict[int, list[int]] = {}
-    for i, c in enumerate(candidates):
-        like.setdefault(id(c.geometry), []).append(i)
-    for indexes in like.values():
-        shape = candidates[indexes[0]].geometry
-        columns = [candidates[i].column for i in indexes]
-        unlocated = [candidates[i].unlocated for i in indexes]
+    panel = candidates if isinstance(candidates, Panel) else Panel(candidates)
+    probes = Probes(table, query, panel.simple and not explain)
+    out: list[Scored] = [Scored()] * panel.size
+    for shape, columns, unlocated, indexes in panel.groups:
         scored = _score_like(probes, shape, columns, unlocated, device_only, explain)
+        if len(panel.groups) == 1:
+            return scored
         for i, s in zip(indexes, scored, strict=True):
             out[i] = s
     return out
@@ -139,7 +170,7 @@ def score(
 def _score_like(
     probes: Probes,
     shape: Geometry,
-    columns: Sequence[int],
+    columns: Columns,
     unlocated: Sequence[int],
     device_only: bool,
     explain: bool,
@@ -182,19 +213,19 @@ def _is_simple(shape: Geometry) -> bool:
 
 
 def _score_simple(
-    presence: TablePresence, shape: Geometry, columns: Sequence[int], tokens: int, blank: Scored
+    presence: TablePresence, shape: Geometry, columns: Columns, tokens: int, blank: Scored
 ) -> list[Scored]:
-    """By change points: AND the masks along the prompt and see where each bit falls."""
+    """By change points: AND the masks along the prompt and see where each bit falls. Workers with
+    equal answers share one object."""
     spec = shape.main[0]
     words = presence.words(spec.plane(Tier.DEVICE, spec.block_size), spec.block_size)
     if words is None:
         return [blank] * len(columns)
-    depths = leading_run(words, columns)
     cap = max(0, tokens - (2 if shape.pairs else 1)) // spec.block_size
     size = spec.block_size
     made: dict[int, Scored] = {}
     out = []
-    for depth in depths:
+    for depth in leading_run(words, columns).tolist():
         found = made.get(depth)
         if found is None:
             reusable = min(depth, cap) * size
@@ -205,27 +236,21 @@ def _score_simple(
     return out
 
 
-def leading_run(words: Words, columns: Iterable[int]) -> list[int]:
+def leading_run(words: Words, columns: Sequence[int] | Columns) -> Columns:
     """Per column, how many leading rows of `words` [rows, words] have its bit set."""
-    depth: dict[int, int] = {}
-    total = len(words)
-    for w in range(words.shape[1]):
-        running = np.bitwise_and.accumulate(words[:, w])
-        changes = np.flatnonzero(running[1:] != running[:-1])
-        alive = int(running[0]) if total else 0
-        for at in changes.tolist():
-            after = int(running[at + 1])
-            lost = alive & ~after
-            while lost:
-                low = lost & -lost
-                depth[w * 64 + low.bit_length() - 1] = at + 1
-                lost ^= low
-            alive = after
-        while alive:
-            low = alive & -alive
-            depth[w * 64 + low.bit_length() - 1] = total
-            alive ^= low
-    return [depth.get(c, 0) for c in columns]
+    columns = np.asarray(columns, np.int64)
+    if not len(words):
+        return np.zeros(len(columns), np.int64)
+    if words.shape[1] == 1:
+        flat = np.bitwise_and.accumulate(words[:, 0])
+        changed, running = flat[1:] != flat[:-1], flat.reshape(-1, 1)
+    else:
+        running = np.bitwise_and.accumulate(words, axis=0)
+        changed = (running[1:] != running[:-1]).any(axis=1)
+    ends = np.append(changed.nonzero()[0], len(words) - 1)  # last row of each equal stretch
+    lengths = np.diff(ends, prepend=-1)
+    depths: Columns = lengths @ _columns(running[ends], columns)
+    return depths
 
 
 def _scored(
