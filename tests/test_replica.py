@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -28,7 +28,7 @@ from kvindexd.model import (
 from kvindexd.records import Block, decode_records, field_of, pack, pack_mutation
 from kvindexd.replica import Phase, Replica, ReplicaOptions, State
 from kvindexd.replica.book import Book
-from kvindexd.store import FeedEntry, Kind, Lease, Store, StoreOptions
+from kvindexd.store import FeedEntry, Kind, Lease, Snapshot, Store, StoreOptions
 
 PLANE = Plane(Tier.DEVICE, "full_attention", 16, 0, 16)
 PROFILE = Profile(
@@ -382,6 +382,117 @@ async def test_loading_while_it_is_written(store: Store) -> None:
         stop = True
         await writer
         await equal(replica, [rank], universe)
+
+
+class Meddled(Store):
+    """A store in which something happens between a load's first look and its blocks."""
+
+    meddle: Callable[[], Awaitable[object]] | None = None
+    meddled = 0
+
+    async def load(self, key: WorkerKey) -> Snapshot:
+        snapshot = await super().load(key)
+        meddle, self.meddle = self.meddle, None
+        if meddle is not None:
+            await meddle()
+            self.meddled += 1
+        return snapshot
+
+
+HOST = Plane(Tier.HOST, "full_attention", 16, 0, 16)
+WIDER = msgspec.structs.replace(
+    PROFILE, planes=(PLANE, HOST), slots=(*PROFILE.slots, Slot(Tier.HOST, 0, 16))
+)
+
+
+async def test_what_happens_during_a_load(redis_server: Server) -> None:
+    async with Store(redis_server.url) as writing, Meddled(redis_server.url) as store:
+        rank = await Rank(writing, 1).start()
+        await rank.write(range(1, 3000))
+        assert rank.lease is not None
+
+        async def offload() -> None:
+            """Another tier's first copies: records of a slot that the old profile has not."""
+            assert rank.lease is not None
+            block = Block(5, 5 % 999, 5, 4)
+            block.copies = 1 << 16 | 1
+            rank.seq += 1
+            delta = BatchDelta(
+                seq=rank.seq,
+                ts=1.0,
+                digest=1,
+                blocks={field_of(5): pack(block)},
+                mutations=pack_mutation(5, 4, 5, 1, ADD),
+                profile=msgspec.msgpack.encode(WIDER),
+            )
+            await writing.apply(rank.lease, [delta])
+
+        async def again() -> None:
+            await writing.deregister(rank.key)
+            rank.held.clear()
+            await rank.start()
+            rank.seq = -1
+            await rank.write([1, 2, 3])
+
+        for meddle, counter in (
+            (lambda: rank.write([5000], remove=[7]), ""),
+            (offload, "load_profile_changed"),
+            (lambda: rank.write([1, 2], clear=True), "load_epoch_changed"),
+            (again, ""),
+            (lambda: writing.register(rank.key, registration("b"), False, 1.0), ""),
+        ):
+            replica = replica_of(store)
+            store.meddle, before = meddle, store.meddled
+            async with running(replica):
+                await until(lambda: store.meddled > before)  # noqa: B023
+                await equal(replica, [rank], set(range(1, 6000)))
+                assert not counter or replica.stats().counters[counter] == 1
+            if counter == "load_profile_changed":
+                view = replica.worker(rank.key)
+                assert view is not None
+                plane = view.scope.table.plane_id(HOST)
+                rows = view.scope.table.lookup(np.arange(1, 3000, dtype=np.uint64))
+                held = view.scope.table.held(rows, plane, [view.column])[:, 0]
+                assert held.nonzero()[0].tolist() == [4]
+
+
+async def test_a_broken_record_does_not_stop_the_others(redis_server: Server, store: Store) -> None:
+    ranks = [await Rank(store, n).start() for n in range(3)]
+    for rank in ranks:
+        await rank.write(range(1, 100))
+    shard = next(
+        s for s in range(2) if redis_server("EXISTS", b"kvx:{%d}:b:%s" % (s, _id(ranks[0])))
+    )
+    key = b"kvx:{%d}:b:%s" % (shard, _id(ranks[0]))
+    field = field_of(50)
+    good = redis_server("HGET", key, field)
+    redis_server("HSET", key, field, b"\x03")
+    replica = replica_of(store)
+    async with running(replica):
+        await equal(replica, ranks[1:], set(range(1, 100)))
+        assert "1 of 3" in replica.not_ready()
+        redis_server("HSET", key, field, good)
+        await equal(replica, ranks, set(range(1, 100)))
+        await until(lambda: replica.not_ready() == "")
+
+
+def _id(rank: Rank) -> bytes:
+    return rank.key.store_id.encode()
+
+
+async def test_counters_of_the_ingester_are_shown(store: Store) -> None:
+    rank = await Rank(store, 1).start()
+    replica = replica_of(store, options=FAST._replace(records=0.05))
+    async with running(replica):
+        await until(lambda: replica.not_ready() == "")
+        delta = rank.delta([1])
+        delta.counters = {"gaps": 3}
+        assert rank.lease is not None
+        await store.apply(rank.lease, [delta])
+        view = replica.worker(rank.key)
+        assert view is not None
+        await until(lambda: view.counters.get("gaps") == 3)
+        assert view.tier_blocks() == {Tier.DEVICE: 1}
 
 
 async def test_random_fleet(store: Store) -> None:

@@ -374,20 +374,12 @@ class Book(Generic[R]):
                 view.evidence_at = now  # it was renewed since we last asked
             view.lease_until = until
 
-    def judge(self, view: WorkerView[R], now: float) -> bool:
-        """Derive a rank's state anew; whether it is another one, which is logged once."""
-        judged = view.judge(now)
-        before, view.judged = view.judged, judged
-        if judged.state is before.state:
-            return False
-        log.info(
-            "worker_state",
-            worker=str(view.key),
-            state=judged.state.value,
-            before=before.state.value,
-            detail=judged.detail,
-        )
-        return True
+    def counted(self, records: Iterable[WorkerRecord]) -> None:
+        """Take over the ingesters' counters."""
+        for record in records:
+            view = self.views.get(record.key)
+            if view is not None:
+                view.counters = record.counters
 
     def loading(self, now: float) -> Sequence[WorkerView[R]]:
         """Ranks with a lease that are not followed yet."""

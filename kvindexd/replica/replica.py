@@ -34,10 +34,12 @@ _MAX_ENTRIES = 1_000
 
 class ReplicaOptions(NamedTuple):
     """Times in seconds. `poll`: how often leases and the lag are looked at, and states judged.
-    `block`: how long one read of the feed waits. `lag_limit`: entries behind the feed's end
-    beyond which the replica is not ready."""
+    `records`: how often the ingesters' counters are, which the feed does not carry. `block`: how
+    long one read of the feed waits. `lag_limit`: entries behind the feed's end beyond which the
+    replica is not ready."""
 
     poll: float = 1.0
+    records: float = 2.0
     block: float = 1.0
     lag_limit: int = 5_000
 
@@ -160,7 +162,7 @@ class Replica(Generic[R]):
 
     def _changed(self, view: WorkerView[R]) -> None:
         if view.key in self._book.views:
-            self._book.judge(view, time.monotonic())
+            _judge(view, time.monotonic())
         self._tell(view)
 
     def _tell(self, view: WorkerView[R]) -> None:
@@ -174,7 +176,7 @@ class Replica(Generic[R]):
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._tail(), name="replica-tail")
             tasks.create_task(self._poll(), name="replica-poll")
-            tasks.create_task(self._judge(), name="replica-judge")
+            tasks.create_task(self._age(), name="replica-age")
             tasks.create_task(self._scrub(), name="replica-scrub")
             for i in range(_LOADS):
                 tasks.create_task(self._load(), name=f"replica-load-{i}")
@@ -278,12 +280,17 @@ class Replica(Generic[R]):
             self._wake()
 
     async def _poll(self) -> None:
-        """Asks for leases and the lag."""
+        """Asks for leases, the lag, and less often for counters."""
+        due = 0.0
         while True:
             try:
                 if self._positions:
                     self._book.renewed(await self._source.leases(), time.monotonic())
                     self._lag = await self._behind()
+                    if time.monotonic() >= due:
+                        self._book.counted(await self._source.list_workers())
+                        many = len(self._book.views) / 200  # a record is some 2 kB
+                        due = time.monotonic() + max(self._options.records, many)
             except StoreError:
                 self._lag = None  # the tail says so in the log
             with suppress(TimeoutError):
@@ -291,11 +298,11 @@ class Replica(Generic[R]):
                     await self._wake_poll.wait()
             self._wake_poll.clear()
 
-    async def _judge(self) -> None:
+    async def _age(self) -> None:
         """Lets states age, also while the store does not answer."""
         while True:
             for view in self.workers():
-                if self._book.judge(view, time.monotonic()):
+                if _judge(view, time.monotonic()):
                     self._tell(view)
             await asyncio.sleep(self._options.poll)
 
@@ -334,6 +341,22 @@ class Replica(Generic[R]):
         if self._down:
             log.info("replica_store_back")
             self._down = ""
+
+
+def _judge(view: WorkerView[R], now: float) -> bool:
+    """Derive a rank's state anew; whether it is another one, which is logged once."""
+    judged = view.judge(now)
+    before, view.judged = view.judged, judged
+    if judged.state is before.state:
+        return False
+    log.info(
+        "worker_state",
+        worker=str(view.key),
+        state=judged.state.value,
+        before=before.state.value,
+        detail=judged.detail,
+    )
+    return True
 
 
 async def _pause(seconds: float) -> None:
