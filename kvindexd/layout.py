@@ -109,9 +109,11 @@ def transfer(prefill: Side, decode: Side) -> Verdict:
     both = f"prefill: {prefill.describe()}; decode: {decode.describe()}"
     if prefill.layout is None or decode.layout is None:
         return Verdict(False, f"a KV layout is not registered; {both}")
-    if not prefill.block_size or prefill.block_size != decode.block_size:
-        return Verdict(False, f"block sizes differ or are not known; {both}")
+    sizes = (prefill.block_size, decode.block_size)
     tp = (prefill.tp_size or 1, decode.tp_size or 1)
+    # Whole pages can be moved without being understood; to cut one, its size must be known.
+    if (all(sizes) or tp[0] != tp[1]) and (not all(sizes) or sizes[0] != sizes[1]):
+        return Verdict(False, f"block sizes differ or are not known; {both}")
     if tp[0] == tp[1]:
         if prefill.layout is decode.layout:
             return Verdict(True, f"whole pages move; {both}")

@@ -30,9 +30,12 @@ from kvindexd.replica.replica import Replica
 from kvindexd.rpc.admin_service import AdminService
 from kvindexd.rpc.codec import TIER_NAMES
 from kvindexd.rpc.fleet_view import FleetView
-from kvindexd.rpc.index_service import IndexService
+from kvindexd.rpc.pick_service import PickService
 from kvindexd.rpc.server import RpcServer, add_admin, add_index
 from kvindexd.rpc.tailing import Tail
+from kvindexd.scoring.cost import Weights
+from kvindexd.scoring.outcomes import DriftOptions, Outcome
+from kvindexd.scoring.picker import Picker, PickSettings
 from kvindexd.store import NotRegistered, Store, StoreError, StoreOptions
 from kvindexd.store.embedded import EmbeddedServer
 from kvindexd.telemetry import Metrics, MetricsServer
@@ -58,6 +61,17 @@ class ScoringObserver:
         if matched_ratio is not None:
             self._metrics.matched_ratio.observe(matched_ratio)
 
+    def picked(self, worker: WorkerKey) -> None:
+        """A request was sent to a worker rank."""
+        self._metrics.picks_total.labels(str(worker)).inc()
+
+    def completed(self, how: str, outcome: Outcome | None) -> None:
+        """A request ended."""
+        self._metrics.completions_total.labels(how).inc()
+        if outcome is not None:
+            histogram = self._metrics.predicted_vs_actual_tokens.labels(str(outcome.worker))
+            histogram.observe(outcome.predicted - outcome.actual)
+
 
 class Daemon:
     """Everything that one process runs. `run` returns after SIGTERM or SIGINT."""
@@ -66,6 +80,7 @@ class Daemon:
         self._config = config
         self._role = role
         self._metrics = Metrics()
+        self._picker = Picker(_pick_settings(config))
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
         self._bound: dict[str, str] = {}
@@ -315,11 +330,14 @@ class Daemon:
             return Tail(rank.session) if rank is not None and rank.session is not None else None
 
         server = RpcServer(c.server.listen, c.server.max_message_bytes, c.server.grace_seconds)
-        index = IndexService(
+        observer = ScoringObserver(self._metrics)
+        index = PickService(
             fleet,
-            ScoringObserver(self._metrics),
+            observer,
             max_prompt_tokens=c.limits.max_prompt_tokens,
             max_concurrent_calls=c.limits.max_concurrent_calls,
+            picker=self._picker,
+            pick_observer=observer,
         )
         server.add(lambda s: add_index(s, index))
         admin = AdminService(store, fleet, tail)
@@ -341,6 +359,25 @@ class Daemon:
 
     def _log_ready(self) -> None:
         log.info("ready", role=self._role, version=__version__, pid=os.getpid(), **self._bound)
+
+
+def _pick_settings(config: Config) -> PickSettings:
+    p = config.pick
+    return PickSettings(
+        Weights(
+            p.overlap_weight,
+            p.host_weight,
+            p.storage_weight,
+            p.prefill_weight,
+            p.decode_weight,
+            p.mixed_weight,
+        ),
+        p.prediction_ttl,
+        p.lease,
+        p.recent_half_life,
+        p.max_requests,
+        DriftOptions(p.drift_threshold, p.drift_window, p.drift_minimum, p.drift_cooldown),
+    )
 
 
 def _with_credentials(url: str, username: str, password: str) -> str:

@@ -232,6 +232,25 @@ class Metrics:
             ("worker",),
         )
         self.picks_total = self._counter("picks", "Requests sent to a worker", ("worker",))
+        self.completions_total = self._counter(
+            "completions", "Requests reported as ended, by what that did", ("outcome",)
+        )
+        self.predictions_total = self._counter(
+            "predictions", "Predicted blocks, by what became of them", ("outcome",)
+        )
+        self.requests_in_flight = self._gauge(
+            "requests_in_flight", "Requests picked by this scorer that have not ended"
+        )
+        self.leases_ended_total = self._counter(
+            "leases_ended",
+            "Requests that were never reported as ended, by what let them go",
+            ("why",),
+        )
+        self.worker_drifting = self._gauge(
+            "worker_drifting",
+            "1 while what a worker reuses differs from what is predicted",
+            ("worker",),
+        )
         self.ext_proc_requests_total = self._counter(
             "ext_proc_requests", "Requests through Envoy's external processor", ("outcome",)
         )

@@ -51,6 +51,10 @@ def test_defaults_of_the_contract() -> None:
     assert config.ingest.on_lost_events == "reset"
     assert config.limits.max_prompt_tokens == 1_048_576
     assert config.workers == []
+    pick = config.pick
+    assert (pick.overlap_weight, pick.host_weight, pick.storage_weight) == (1.0, 0.7, 0.3)
+    assert (pick.prefill_weight, pick.decode_weight, pick.mixed_weight) == (20.0, 2.0, 1.0)
+    assert (pick.prediction_ttl, pick.lease) == (2.0, 300.0)
 
 
 def test_the_example_of_the_documentation(tmp_path: Path) -> None:
@@ -101,9 +105,10 @@ def test_file_from_the_environment_and_flag_over_it(tmp_path: Path) -> None:
 
 def test_every_key_has_an_environment_variable() -> None:
     samples = {bool: "true", int: "2048", float: "2.5"}
+    parts = dict.fromkeys(("host_weight", "storage_weight", "drift_threshold"), "0.5")
     for name, section in SECTIONS.items():
         for key, value in msgspec.structs.asdict(section()).items():
-            special = {"url": "redis://h", "treat_as": '{"mamba": "main"}'}
+            special = {"url": "redis://h", "treat_as": '{"mamba": "main"}'} | parts
             text = special.get(key) or samples.get(type(value)) or str(value) or "x"
             variable = f"KVINDEXD_{name}__{key}".upper()
             settings = load(env={variable: text})

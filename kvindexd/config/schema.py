@@ -144,6 +144,58 @@ class IngestConfig(Section, frozen=True, kw_only=True):
     )
 
 
+class PickConfig(Section, frozen=True, kw_only=True):
+    """Choosing a worker: cost = overlap_weight x role weight x missing blocks + load, in blocks."""
+
+    overlap_weight: Annotated[
+        float, Meta(ge=0, description="Cost of a block that must be computed, against load")
+    ] = 1.0
+    host_weight: Annotated[
+        float, Meta(ge=0, le=1, description="Worth of a block in host memory, of one on the device")
+    ] = 0.7
+    storage_weight: Annotated[
+        float, Meta(ge=0, le=1, description="Worth of a block on disk or remote storage")
+    ] = 0.3
+    prefill_weight: Annotated[
+        float, Meta(ge=0, description="Factor of overlap_weight for prefill workers")
+    ] = 20.0
+    decode_weight: Annotated[
+        float, Meta(ge=0, description="Factor of overlap_weight for decode workers")
+    ] = 2.0
+    mixed_weight: Annotated[
+        float, Meta(ge=0, description="Factor of overlap_weight for mixed workers")
+    ] = 1.0
+    prediction_ttl: Annotated[
+        float, Meta(ge=0, description="Life of what a pick predicts until events come; 0 = off")
+    ] = 2.0
+    lease: Annotated[
+        float,
+        Meta(gt=0, le=86_400, description="Time that a pick counts as load unless completed"),
+    ] = 300.0
+    recent_half_life: Annotated[
+        float, Meta(gt=0, description="Half-life of the load that recent picks leave behind")
+    ] = 1.0
+    max_requests: Annotated[
+        int, Meta(ge=1, description="Picks remembered as in flight, per scorer")
+    ] = 100_000
+    share_interval: Annotated[
+        float, Meta(gt=0, description="Interval at which scorers exchange what is in flight")
+    ] = 0.25
+    drift_threshold: Annotated[
+        float,
+        Meta(gt=0, le=1, description="Part of prompt tokens predicted wrongly that marks a worker"),
+    ] = 0.2
+    drift_window: Annotated[
+        int, Meta(ge=1, description="Completed requests per worker that are looked at")
+    ] = 50
+    drift_minimum: Annotated[
+        int, Meta(ge=1, description="Completed requests before a worker is judged")
+    ] = 10
+    drift_cooldown: Annotated[
+        float, Meta(ge=0, description="Time before a worker is resynced for drifting again")
+    ] = 60.0
+
+
 class GroupsConfig(Section, frozen=True, kw_only=True):
     """KV-cache groups."""
 
@@ -225,6 +277,7 @@ class Config(Section, frozen=True, kw_only=True):
     index: IndexConfig = msgspec.field(default_factory=IndexConfig)
     redis: RedisConfig = RedisConfig()
     ingest: IngestConfig = IngestConfig()
+    pick: PickConfig = PickConfig()
     groups: GroupsConfig = msgspec.field(default_factory=GroupsConfig)
     limits: LimitsConfig = LimitsConfig()
     workers: Annotated[list[WorkerConfig], Meta(description="Workers registered at start")] = (

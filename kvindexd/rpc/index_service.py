@@ -121,7 +121,7 @@ class IndexService(index_pb2_grpc.KVIndexServicer):
                 response = await work()
         except RequestError as e:
             self._observer.scored(e.code.name, time.perf_counter() - started, None)
-            await _refuse(context, e)
+            await refuse(context, e)
         self._observer.scored("OK", time.perf_counter() - started, _best_ratio(response))
         return response
 
@@ -254,6 +254,7 @@ def _best_ratio(response: object) -> float | None:
     return best / response.prompt_tokens
 
 
-async def _refuse(context: Context, error: RequestError) -> NoReturn:
+async def refuse(context: Context, error: RequestError) -> NoReturn:
+    """End a call with an error's status and message."""
     await context.abort(error.code, str(error))
     raise AssertionError("abort does not return")  # for the type checker
