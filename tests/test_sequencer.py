@@ -177,6 +177,9 @@ def test_backoff_grows_has_jitter_and_is_bounded() -> None:
         waits.append(wake - now)
         now = wake
         assert asked(s.tick(now)).why == "connect"
+        assert s.replay_failures == request
+        assert s.unverified
+        assert not s.syncing, "a server that never answers must not keep the rank from serving"
     assert all(low <= w <= 2 * low for w, low in zip(waits, [0.5, 1, 2, 4, 4, 4, 4], strict=True))
     assert len(set(waits)) == len(waits)
 
@@ -199,6 +202,17 @@ def test_a_hole_inside_a_reply_is_asked_for_again_at_once() -> None:
     got = [a for i in range(4, 20) for a in s.replayed(second.request_id, frame(i), 0.0)]
     got += s.replay_ended(second.request_id, COMPLETE, 0.0)
     assert applied(got) == list(range(4, 21))
+
+
+def test_a_reply_that_brought_something_is_worth_another_request() -> None:
+    s = fed(range(3))
+    ask = asked(s.live(frame(9), 0.0))
+    for i in (3, 4):
+        s.replayed(ask.request_id, frame(i), 0.0)
+    again = asked(s.replay_ended(ask.request_id, TIMEOUT, 2.0))
+    assert again.why == "gap"
+    out = s.replay_ended(again.request_id, TIMEOUT, 4.0)
+    assert only(out, Lost) == [Lost(5, 8, "timeout")], "this one brought nothing"
 
 
 def test_waiting_frames_are_bounded_by_count_and_by_bytes() -> None:
@@ -371,6 +385,16 @@ def test_a_live_frame_that_follows_exactly_waits_for_the_comparison() -> None:
     assert only(out, Restarted)
 
 
+def test_what_waited_for_the_old_incarnation_goes_when_a_replay_shows_the_new_one() -> None:
+    s = resumed(10)
+    ask = asked(s.connected(0.0))
+    for f in (frame(12), frame(50, 950.0, "new")):
+        s.live(f, 0.0)
+    out = s.replayed(ask.request_id, frame(ask.start, 900.0, "new"), 0.0)
+    assert only(out, Dropped) == [Dropped(12, "superseded")]
+    assert s.held == 1
+
+
 def test_a_reply_that_begins_where_we_left_off_cannot_be_compared_and_clears() -> None:
     s = resumed(10)
     ask = asked(s.connected(0.0))
@@ -433,6 +457,7 @@ def test_nothing_published_and_nothing_known_is_in_sync() -> None:
     assert s.syncing
     assert s.replay_ended(ask.request_id, COMPLETE, 0.1) == []
     assert not s.syncing
+    assert not s.unverified
     assert s.wake_at is None
 
 

@@ -83,8 +83,23 @@ class Sequencer:
 
     @property
     def syncing(self) -> bool:
-        """A replay is under way or due: what was applied may not be all, or not be true."""
-        return self._flight is not None or self._suspected or self._sync_pending
+        """What was applied may not be all, or not be true, and an answer is awaited.
+
+        A replay server that does not answer is asked again and again, but stops no one for it:
+        that is `unverified`, no longer `syncing`.
+        """
+        asking = self._flight is not None and self._failures == 0
+        return asking or self._suspected or bool(self._order.held)
+
+    @property
+    def unverified(self) -> bool:
+        """No replay has been had since the last (re)connection."""
+        return self._sync_pending
+
+    @property
+    def replay_failures(self) -> int:
+        """Replay requests that failed in a row."""
+        return self._failures
 
     @property
     def held(self) -> int:

@@ -165,14 +165,12 @@ class Subscriber:
         while True:
             left = _LOOK if deadline is None else min(_LOOK, deadline - time.monotonic())
             if await wait_readable((socket, monitor), left):
-                break
-            if self.link.abandoned(self._clock()) and self._recreate("abandoned", delivery):
+                self._drain_monitor(monitor, delivery)
+                self._drain(socket, delivery, max_frames, max_bytes)
+            elif self.link.abandoned(self._clock()):
+                self._recreate("abandoned", delivery)
+            if any(delivery) or (deadline is not None and time.monotonic() >= deadline):
                 return delivery
-            if deadline is not None and time.monotonic() >= deadline:
-                return delivery
-        self._drain_monitor(monitor, delivery)
-        self._drain(socket, delivery, max_frames, max_bytes)
-        return delivery
 
     def _drain_monitor(self, monitor: zmq.Socket[bytes], delivery: Delivery) -> None:
         now = self._clock()

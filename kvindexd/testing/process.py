@@ -84,8 +84,9 @@ class EngineProcess:
         return answer
 
     def pause(self) -> None:
-        """Freeze it (SIGSTOP): its connections stay open and go silent."""
+        """Freeze it (SIGSTOP) and wait until it stands: its connections stay open, and silent."""
         os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
 
     def resume(self) -> None:
         """Let a frozen process go on."""

@@ -16,7 +16,7 @@ REPLAY_MODES = ("normal", "untopical", "silent", "empty", "cut", "holes")
 
 `normal`: `[b"", topic, seq, payload]` per batch and the end marker. `untopical`: the older form
 without the topic. `silent`: not at all. `empty`: the end marker alone. `cut`: half the batches and
-no end marker. `holes`: every other batch is left out but the first and the last.
+no end marker. `holes`: a few, then nothing but the last, as when the sender's queue runs over.
 """
 
 _SEQ = (3).to_bytes(8, "big")
@@ -30,6 +30,7 @@ GARBAGE: dict[str, list[bytes]] = {
 }
 """Malformed messages by name, as part lists."""
 
+_BEFORE_HOLE = 12
 _BIND_PATIENCE = 2.0
 
 
@@ -86,6 +87,9 @@ class Publisher:
                 _bind(events, self.endpoint)
             if self.replay_endpoint is not None:
                 router = self._socket(context, zmq.ROUTER)
+                # vLLM leaves the default of 1,000, beyond which a ROUTER drops replies silently,
+                # or does not, as the machine's load has it; here that is what `holes` is for.
+                router.setsockopt(zmq.SNDHWM, 0)
                 _bind(router, self.replay_endpoint)
         except BaseException:
             context.destroy(linger=0)
@@ -234,8 +238,7 @@ class Publisher:
         elif mode == "cut":
             batches = batches[: len(batches) // 2]
         elif mode == "holes":
-            last = len(batches) - 1
-            batches = [b for i, b in enumerate(batches) if i % 2 == 0 or i == last]
+            batches = [*batches[:_BEFORE_HOLE], *batches[_BEFORE_HOLE:][-1:]]
         older = mode == "untopical"
         for seq, topic, payload in batches:
             head = [client, b""] if older else [client, b"", topic]
