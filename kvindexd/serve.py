@@ -30,12 +30,9 @@ from kvindexd.replica.replica import Replica
 from kvindexd.rpc.admin_service import AdminService
 from kvindexd.rpc.codec import TIER_NAMES
 from kvindexd.rpc.fleet_view import FleetView
-from kvindexd.rpc.pick_service import PickService
+from kvindexd.rpc.picking import Picking
 from kvindexd.rpc.server import RpcServer, add_admin, add_index
 from kvindexd.rpc.tailing import Tail
-from kvindexd.scoring.cost import Weights
-from kvindexd.scoring.outcomes import DriftOptions, Outcome
-from kvindexd.scoring.picker import Picker, PickSettings
 from kvindexd.store import NotRegistered, Store, StoreError, StoreOptions
 from kvindexd.store.embedded import EmbeddedServer
 from kvindexd.telemetry import Metrics, MetricsServer
@@ -48,31 +45,6 @@ _FIRST_LOAD = 30.0
 """Seconds for which the gRPC port is held back for the first load."""
 
 
-class ScoringObserver:
-    """Scoring calls as metrics."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-
-    def scored(self, code: str, seconds: float, matched_ratio: float | None) -> None:
-        """One scoring call ended."""
-        self._metrics.score_requests_total.labels(code).inc()
-        self._metrics.score_latency_seconds.observe(seconds)
-        if matched_ratio is not None:
-            self._metrics.matched_ratio.observe(matched_ratio)
-
-    def picked(self, worker: WorkerKey) -> None:
-        """A request was sent to a worker rank."""
-        self._metrics.picks_total.labels(str(worker)).inc()
-
-    def completed(self, how: str, outcome: Outcome | None) -> None:
-        """A request ended."""
-        self._metrics.completions_total.labels(how).inc()
-        if outcome is not None:
-            histogram = self._metrics.predicted_vs_actual_tokens.labels(str(outcome.worker))
-            histogram.observe(outcome.predicted - outcome.actual)
-
-
 class Daemon:
     """Everything that one process runs. `run` returns after SIGTERM or SIGINT."""
 
@@ -80,7 +52,7 @@ class Daemon:
         self._config = config
         self._role = role
         self._metrics = Metrics()
-        self._picker = Picker(_pick_settings(config))
+        self._picking: Picking | None = None
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
         self._bound: dict[str, str] = {}
@@ -94,6 +66,7 @@ class Daemon:
             replica: Replica[Registration] | None = None
             if self._role != "sidecar":
                 replica = self._replica(store)
+                self._picking = Picking(self._config, self._metrics, store, replica)
             supervisor: Supervisor | None = None
             if self._role != "scorer":
                 supervisor = Supervisor(store, self._ingest_settings(), self._metrics)
@@ -223,6 +196,8 @@ class Daemon:
         if replica is not None:
             yield "replica", replica.run()
             yield "gauges", self._gauges(replica)
+        if self._picking is not None:
+            yield "picking", self._picking.run()
         if supervisor is not None:
             yield "ingest", supervisor.run()
             if replica is not None:
@@ -320,7 +295,7 @@ class Daemon:
         replica: Replica[Registration] | None,
         supervisor: Supervisor | None,
     ) -> RpcServer | None:
-        if replica is None:
+        if replica is None or self._picking is None:
             return None
         c = self._config
         fleet = FleetView(replica, hybrid=c.index.hybrid == "exact")
@@ -330,15 +305,7 @@ class Daemon:
             return Tail(rank.session) if rank is not None and rank.session is not None else None
 
         server = RpcServer(c.server.listen, c.server.max_message_bytes, c.server.grace_seconds)
-        observer = ScoringObserver(self._metrics)
-        index = PickService(
-            fleet,
-            observer,
-            max_prompt_tokens=c.limits.max_prompt_tokens,
-            max_concurrent_calls=c.limits.max_concurrent_calls,
-            picker=self._picker,
-            pick_observer=observer,
-        )
+        index = self._picking.service(fleet)
         server.add(lambda s: add_index(s, index))
         admin = AdminService(store, fleet, tail)
         server.add(lambda s: add_admin(s, admin))
@@ -359,25 +326,6 @@ class Daemon:
 
     def _log_ready(self) -> None:
         log.info("ready", role=self._role, version=__version__, pid=os.getpid(), **self._bound)
-
-
-def _pick_settings(config: Config) -> PickSettings:
-    p = config.pick
-    return PickSettings(
-        Weights(
-            p.overlap_weight,
-            p.host_weight,
-            p.storage_weight,
-            p.prefill_weight,
-            p.decode_weight,
-            p.mixed_weight,
-        ),
-        p.prediction_ttl,
-        p.lease,
-        p.recent_half_life,
-        p.max_requests,
-        DriftOptions(p.drift_threshold, p.drift_window, p.drift_minimum, p.drift_cooldown),
-    )
 
 
 def _with_credentials(url: str, username: str, password: str) -> str:

@@ -53,6 +53,8 @@ class Book(Generic[R]):
         self._parse = parse
         self._on_applied = on_applied
         self._on_change = on_change
+        self.on_mutations: Callable[[WorkerKey, npt.NDArray[np.void]], None] = lambda *_: None
+        """Told of each rank's mutations (model.MUTATION) once queries can see them."""
         self.views: dict[WorkerKey, WorkerView[R]] = {}
         self.scopes: dict[tuple[str, str], ScopeView[R]] = {}
         self.wanted: dict[WorkerKey, None] = {}
@@ -352,12 +354,14 @@ class Book(Generic[R]):
             joined = view.pending[0] if len(view.pending) == 1 else b"".join(view.pending)
             stamps = view.stamps
             view.pending, view.stamps = [], []
+            mutations = np.frombuffer(joined, MUTATION)
             try:
-                table.apply(view.column, view.plane_map, np.frombuffer(joined, MUTATION))
+                table.apply(view.column, view.plane_map, mutations)
             except ValueError as e:
                 log.warning("mutations_refused", worker=str(view.key), error=str(e))
                 self._want(view, "unknown_plane")
                 continue
+            self.on_mutations(view.key, mutations)
             for ts in stamps:
                 self._on_applied(view.key, ts)
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import Generic, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import structlog
 
 from kvindexd.model import WorkerKey
@@ -159,6 +161,11 @@ class Replica(Generic[R]):
         removal: then `worker` finds it no more). Returns the way to end that."""
         self._watchers.append(callback)
         return lambda: self._watchers.remove(callback)
+
+    def watch_mutations(self, callback: Callable[[WorkerKey, npt.NDArray[np.void]], None]) -> None:
+        """Have every rank's mutations (model.MUTATION) told, once queries can see them; what a
+        load from the store brings is not among them. For one watcher."""
+        self._book.on_mutations = callback
 
     def _changed(self, view: WorkerView[R]) -> None:
         if view.key in self._book.views:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence, Set
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -20,8 +21,9 @@ class Flight(NamedTuple):
     """A request that was sent to a worker rank and has not ended.
 
     `keys`: names of its prompt blocks there. `expires`, `picked_at`: the caller's clock, seconds.
-    `predicted_tokens`: reusable tokens that the pick promised, of which `resting` rested on
-    predictions. `block_size`: tokens. `exact`: False where the promise was an upper bound.
+    `number`: a hash of the request id, by which other scorers know it. `predicted_tokens`: reusable
+    tokens that the pick promised, of which `resting` rested on predictions.
+    `block_size`: tokens. `exact`: False where the promise was an upper bound.
     """
 
     request_id: str
@@ -29,6 +31,7 @@ class Flight(NamedTuple):
     keys: Keys
     expires: float
     picked_at: float
+    number: int = 0
     prompt_tokens: int = 0
     predicted_tokens: int = 0
     resting: int = 0
@@ -46,15 +49,37 @@ class PeerLoad(NamedTuple):
     at: float
 
 
+class Own(NamedTuple):
+    """Of this scorer's own picks on a rank: block names, how many blocks beyond them, the decayed
+    sum, and request numbers."""
+
+    names: list[int]
+    more: int
+    recent: float
+    requests: list[int]
+
+
 class _Rank:
     """One worker rank's blocks: `counts` name -> requests that share it; `fresh`: those of them
-    that the worker had to compute."""
+    that the worker had to compute; `requests`: number -> id of the requests themselves."""
 
-    __slots__ = ("at", "counts", "extra", "fresh", "more", "peers", "recent", "remote", "version")
+    __slots__ = (
+        "at",
+        "counts",
+        "extra",
+        "fresh",
+        "more",
+        "peers",
+        "recent",
+        "remote",
+        "requests",
+        "version",
+    )
 
     def __init__(self) -> None:
         self.counts: dict[int, int] = {}
         self.fresh: set[int] = set()
+        self.requests: dict[int, str] = {}
         self.recent = 0.0
         self.at = 0.0
         self.peers: tuple[PeerLoad, ...] = ()
@@ -111,6 +136,7 @@ class LoadLedger:
                 rank.extra -= 1
         if computed:
             rank.fresh.update(names[-computed:])
+        rank.requests[flight.number] = flight.request_id
         rank.version += 1
         self._blocks += len(names)
         self._flights[flight.request_id] = flight
@@ -134,6 +160,7 @@ class LoadLedger:
         rank = self._ranks.get(flight.worker)
         if rank is None:
             return flight
+        rank.requests.pop(flight.number, None)
         counts, fresh, remote = rank.counts, rank.fresh, rank.remote
         charged = 0
         for name in names:
@@ -216,23 +243,20 @@ class LoadLedger:
                 n += 1
         return n
 
-    def flight(self, request_id: str) -> Flight | None:
-        """A request that is in flight through this scorer."""
-        return self._flights.get(request_id)
+    def request_at(self, worker: WorkerKey, number: int) -> str | None:
+        """The id of a request in flight on a rank through this scorer, by its number."""
+        rank = self._ranks.get(worker)
+        return rank.requests.get(number) if rank is not None else None
 
-    def requests(self) -> Sequence[Flight]:
-        """All of them."""
-        return tuple(self._flights.values())
-
-    def own(self, worker: WorkerKey, now: float, limit: int) -> tuple[int, list[int], int, float]:
-        """(version, names, more, recent) of what this scorer itself has in flight on a rank, for
-        the others to see: at most `limit` names, and how many blocks there are beyond them."""
+    def own(self, worker: WorkerKey, now: float, limit: int) -> Own:
+        """What this scorer itself has in flight on a rank, for the others to see; at most `limit`
+        blocks and requests by name."""
         rank = self._ranks.get(worker)
         if rank is None:
-            return 0, [], 0, 0.0
-        names = list(rank.counts)
-        recent = self._recent(rank, now)
-        return rank.version, names[:limit], max(0, len(names) - limit), recent
+            return Own([], 0, 0.0, [])
+        names = list(islice(rank.counts, limit))
+        requests = list(islice(rank.requests, limit))
+        return Own(names, len(rank.counts) - len(names), self._recent(rank, now), requests)
 
     def workers(self) -> Sequence[WorkerKey]:
         """Worker ranks that anything was ever counted on."""

@@ -58,7 +58,8 @@ class Picker:
         self.ledger = LoadLedger(self.settings.half_life, self.settings.max_requests)
         self.predictions = Predictions(self.settings.prediction_ttl)
         self.drift = DriftWatch(self.settings.drift)
-        self._picked: dict[WorkerKey, int] = {}
+        self.picked: dict[WorkerKey, int] = {}
+        """Running number of the last pick that went to a rank."""
         self._picks = 0
 
     # -- scoring ------------------------------------------------------------------------------
@@ -139,13 +140,13 @@ class Picker:
                 block_size(m, s),
                 m.registration.role,
                 ledger.load(m.key, now),
-                self._picked.get(m.key, 0),
+                self.picked.get(m.key, 0),
             )
             for m, s in zip(members, scored, strict=True)
         ]
 
         def shared(i: int) -> int:
-            keys = _block_keys(query, members[i], options[i].size)
+            keys = block_keys(query, members[i], options[i].size)
             return 0 if keys is None else ledger.shared(members[i].key, keys.tolist())
 
         ranked = self.policy.rank(options, query.tokens, overlap=overlap, shared=shared)
@@ -160,7 +161,7 @@ class Picker:
         """Count a request as in flight on the chosen worker, and predict what that adds there."""
         member, scored = choice.member, choice.scored
         size = block_size(member, scored)
-        keys = _block_keys(query, member, size)
+        keys = block_keys(query, member, size)
         if keys is None or query.tokens < size:
             keys = _private_keys(request_id, blocks_of(query.tokens, size))
         flight = Flight(
@@ -169,6 +170,7 @@ class Picker:
             keys,
             now + lease,
             now,
+            request_number(request_id),
             query.tokens,
             scored.reusable,
             scored.predicted,
@@ -177,7 +179,7 @@ class Picker:
         )
         self.ledger.add(flight, min(len(keys), round(choice.ranked.miss.computed)), now)
         self._picks += 1
-        self._picked[member.key] = self._picks
+        self.picked[member.key] = self._picks
         self._predict(query, member, now)
 
     def _predict(self, query: Query, member: Member, now: float) -> None:
@@ -217,12 +219,17 @@ class Picker:
         self.ledger.forget(worker)
         self.predictions.forget(worker)
         self.drift.forget(worker)
-        self._picked.pop(worker, None)
+        self.picked.pop(worker, None)
 
 
 def block_size(m: Member, s: Scored) -> int:
     """Tokens per block of a rank: learned, else registered, else assumed."""
     return s.block_size or m.registration.block_size or UNKNOWN_SIZE
+
+
+def request_number(request_id: str) -> int:
+    """What scorers call a request among each other."""
+    return xxhash.xxh3_64_intdigest(request_id.encode())
 
 
 def _grain(m: Member) -> int:
@@ -241,7 +248,7 @@ def _resumable(shape: Geometry, grain: int, held: int, tokens: int) -> int:
     return min(dropped, ceiling(shape, tokens))
 
 
-def _block_keys(query: Query, m: Member, size: int) -> Keys | None:
+def block_keys(query: Query, m: Member, size: int) -> Keys | None:
     """The chain key at every block boundary of a prompt; None where they cannot be known."""
     unit = m.candidate.geometry.unit
     return query.names(unit, 0, size) if size % unit == 0 else None

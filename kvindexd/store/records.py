@@ -187,6 +187,12 @@ def record_of(key: WorkerKey, expiry: int, now_ms: int, h: Mapping[bytes, bytes]
     )
 
 
+def loads_of(flat: Sequence[bytes], now_ms: int) -> dict[str, LoadReport]:
+    """Load reports from the fields and values, alternating, that hold them."""
+    it = iter(flat)
+    return {f[2:].decode(): _load(v, now_ms) for f, v in zip(it, it, strict=True)}
+
+
 def _load(value: bytes, now_ms: int) -> LoadReport:
     at, _, payload = value.partition(b":")
     return LoadReport(max(0, now_ms - int(at)), payload)

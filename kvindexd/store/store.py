@@ -26,10 +26,12 @@ from kvindexd.store.keys import (
     worker_key,
     workers_key,
 )
+from kvindexd.store.load import read_loads
 from kvindexd.store.records import (
     ApplyResult,
     Identity,
     Lease,
+    LoadReport,
     Registered,
     RenewResult,
     Snapshot,
@@ -223,6 +225,10 @@ class Store:
         """Publish what one scorer has in flight on a worker rank; b"" withdraws it. Not in the
         feed. Raises NotRegistered."""
         await self._core.run(scripts.LOAD, key, source, payload)
+
+    async def loads(self) -> dict[WorkerKey, dict[str, LoadReport]]:
+        """What scorers published last, by worker rank and source; ranks without it left out."""
+        return await read_loads(self._client, self.shards)
 
     async def get_worker(self, key: WorkerKey) -> WorkerRecord:
         """One worker rank. Raises NotRegistered."""

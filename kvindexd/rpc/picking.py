@@ -1,0 +1,144 @@
+"""A scorer's picking side, assembled: picker, service, exchange with other scorers, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+import time
+from collections import Counter
+
+from kvindexd.config import Config
+from kvindexd.model import WorkerKey
+from kvindexd.registration import Registration
+from kvindexd.replica.replica import Replica
+from kvindexd.rpc.fleet_view import FleetView
+from kvindexd.rpc.load_sharing import LoadSharing
+from kvindexd.rpc.pick_service import PickService
+from kvindexd.rpc.prediction_watch import watch_predictions
+from kvindexd.scoring.cost import Weights
+from kvindexd.scoring.outcomes import DriftOptions, Outcome
+from kvindexd.scoring.picker import Picker, PickSettings
+from kvindexd.store import Store
+from kvindexd.telemetry import Metrics
+
+_GAUGE_INTERVAL = 1.0
+
+
+def pick_settings(config: Config) -> PickSettings:
+    """Section [pick] as the picker takes it."""
+    p = config.pick
+    weights = Weights(
+        p.overlap_weight,
+        p.host_weight,
+        p.storage_weight,
+        p.prefill_weight,
+        p.decode_weight,
+        p.mixed_weight,
+    )
+    drift = DriftOptions(p.drift_threshold, p.drift_window, p.drift_minimum, p.drift_cooldown)
+    return PickSettings(
+        weights, p.prediction_ttl, p.lease, p.recent_half_life, p.max_requests, drift
+    )
+
+
+class ServiceObserver:
+    """Calls of the service as metrics."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def scored(self, code: str, seconds: float, matched_ratio: float | None) -> None:
+        """One scoring call ended."""
+        self._metrics.score_requests_total.labels(code).inc()
+        self._metrics.score_latency_seconds.observe(seconds)
+        if matched_ratio is not None:
+            self._metrics.matched_ratio.observe(matched_ratio)
+
+    def picked(self, worker: WorkerKey) -> None:
+        """A request was sent to a worker rank."""
+        self._metrics.picks_total.labels(str(worker)).inc()
+
+    def completed(self, how: str, outcome: Outcome | None) -> None:
+        """A request ended."""
+        self._metrics.completions_total.labels(how).inc()
+        if outcome is not None:
+            self.turned_out(outcome)
+
+    def turned_out(self, outcome: Outcome) -> None:
+        """An engine reported what it reused."""
+        histogram = self._metrics.predicted_vs_actual_tokens.labels(str(outcome.worker))
+        histogram.observe(outcome.predicted - outcome.actual)
+
+
+class Picking:
+    """One scorer's picks; `run` is its background work."""
+
+    def __init__(
+        self, config: Config, metrics: Metrics, store: Store, replica: Replica[Registration]
+    ) -> None:
+        self._config = config
+        self._metrics = metrics
+        self._replica = replica
+        self._counted: Counter[str] = Counter()
+        self._observer = ServiceObserver(metrics)
+        self.picker = Picker(pick_settings(config))
+        self.sharing = LoadSharing(
+            store,
+            self.picker,
+            f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}",
+            interval=config.pick.share_interval,
+            on_outcome=self._observer.turned_out,
+        )
+        watch_predictions(replica, self.picker)
+
+    def service(self, fleet: FleetView) -> PickService:
+        """The KVIndex service over a fleet."""
+        limits = self._config.limits
+        return PickService(
+            fleet,
+            self._observer,
+            max_prompt_tokens=limits.max_prompt_tokens,
+            max_concurrent_calls=limits.max_concurrent_calls,
+            picker=self.picker,
+            pick_observer=self._observer,
+            peers=self.sharing,
+        )
+
+    async def run(self) -> None:
+        """Exchange load with other scorers, and keep the metrics up to date, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.sharing.run(), name="load-sharing")
+            tasks.create_task(self._gauges(), name="pick-gauges")
+
+    async def _gauges(self) -> None:
+        while True:
+            self.picker.ledger.expire(time.monotonic())
+            self._metrics.requests_in_flight.set(len(self.picker.ledger))
+            for view in self._replica.workers():
+                gauge = self._metrics.worker_drifting.labels(str(view.key))
+                gauge.set(self.picker.drift.drifting(view.key))
+            self._count()
+            await asyncio.sleep(_GAUGE_INTERVAL)
+
+    def _count(self) -> None:
+        """What the pure parts counted since the last look."""
+        p, ledger = self.picker.predictions, self.picker.ledger
+        now = Counter(
+            confirmed=p.confirmed,
+            dropped=p.dropped,
+            expired=p.expired,
+            refused=p.refused,
+            lease=ledger.expired,
+            full=ledger.evicted,
+            unknown=self.sharing.dropped,
+        )
+        for name, n in (now - self._counted).items():
+            if name in ("lease", "full"):
+                self._metrics.leases_ended_total.labels(name).inc(n)
+            elif name == "unknown":
+                self._metrics.completions_total.labels(name).inc(n)
+            else:
+                self._metrics.predictions_total.labels(name).inc(n)
+        self._counted = now
