@@ -105,20 +105,23 @@ async def test_a_full_server_refuses_stores_whole_and_takes_removals(
         assert (await store.size_of(KEY)).blocks == 5000
 
         names = list(first.blocks)
-        removal = batch(1, blocks=dict.fromkeys(names[:10]), parked={b"p": None})
-        assert await store.apply(lease, [removal]) == (1, 2, 1, 0)
+        # Neither does a batch that changes nothing, the first write of which would be the feed's.
+        assert await store.apply(lease, [batch(1, blocks={})]) == (1, 2, 1, 0)
+        removal = batch(2, blocks=dict.fromkeys(names[:10]), parked={b"p": None})
+        assert await store.apply(lease, [removal]) == (1, 3, 1, 0)
         assert (await store.size_of(KEY))[:2] == (4990, 0)
+        assert (await store.apply(lease, [batch(1, blocks={})])).duplicate == 1
         # What precedes the first store of a coalesced call is written all the same.
         mixed = [
-            batch(2, blocks={names[10]: None}),
-            batch(3, blocks={names[11]: None}),
-            batch(4, 64),
-            batch(5, blocks={names[12]: None}),
+            batch(3, blocks={names[10]: None}),
+            batch(4, blocks={names[11]: None}),
+            batch(5, 64),
+            batch(6, blocks={names[12]: None}),
         ]
         with pytest.raises(StoreFull) as e:
             await store.apply(lease, mixed)
         assert e.value.applied == 2
-        assert (lease.last_seq, lease.revision) == (3, 4)
+        assert (lease.last_seq, lease.revision) == (4, 5)
         assert (await store.size_of(KEY)).blocks == 4988
 
         # Owning, heartbeats and admin work too; a new worker does not.
@@ -136,7 +139,7 @@ async def test_a_full_server_refuses_stores_whole_and_takes_removals(
         read = await store.read_feed(tail, 0, 100)
         kinds = [e.kind.value for _, _, e in read.entries]
         assert kinds == [
-            *[""] * 3, "beat", "lease", "drain", "ask", "reg", "", "clear", "gone",
+            *[""] * 4, "beat", "lease", "drain", "ask", "reg", "", "clear", "gone",
         ]  # fmt: skip
 
         redis_server("CONFIG", "SET", "maxmemory", 0)

@@ -81,6 +81,16 @@ async def test_cancelled_waiters_give_their_turn_on(slow: Proxy) -> None:
     await client.aclose()
 
 
+async def test_connections_that_all_died_cost_one_retry(redis_server: Server) -> None:
+    async with Store(redis_server.url, StoreOptions(connections=16, deadline=20)) as store:
+        await asyncio.gather(*(store.ping() for _ in range(64)))
+        redis_server("CLIENT", "KILL", "TYPE", "normal")
+        start = time.monotonic()
+        await store.ping()
+        # One by one, with growing pauses, they would cost ten seconds.
+        assert time.monotonic() - start < 3
+
+
 async def test_an_error_reply_keeps_the_connection(slow: Proxy) -> None:
     client = Client(parse_url(slow.url), Limits(connections=1))
     for _ in range(5):

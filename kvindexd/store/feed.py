@@ -270,7 +270,7 @@ class _Tail:
         for name, rows in reply:
             shard = by_key[name]
             before = number(positions[shard])
-            if number(rows[0][0]) != before + 1 or number(rows[-1][0]) != before + len(rows):
+            if any(number(row[0]) != before + i for i, row in enumerate(rows, 1)):
                 log.warning("feed_trimmed", shard=shard, position=positions[shard])
                 trimmed.append(shard)
                 continue

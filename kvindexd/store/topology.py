@@ -122,8 +122,8 @@ class Sentinel:
         return Endpoint(answer[0].decode(), int(answer[1]))
 
     async def _why_unfit(self, master: Endpoint) -> str:
-        """Nothing, or why not to use it. Sentinels name a dead master until they agree on another, and
-        the old one for a while after it came back as a replica."""
+        """Nothing, or why not to use it. Sentinels name a dead master until they agree on
+        another, and the old one for a while after it came back as a replica."""
         try:
             role = await _one_reply(self._servers, master, pack("ROLE"), self._timeout)
         except NETWORK_ERRORS as e:
