@@ -165,6 +165,24 @@ def test_a_silent_replay_server_costs_the_hole_and_then_a_backoff() -> None:
     assert only(s.live(frame(10), 2.0 + 60), AskReplay), "the next attempt comes after the backoff"
 
 
+def test_what_a_silent_server_cost_can_be_read_back_once_it_answers() -> None:
+    s = fed(range(3))
+    ask = asked(s.live(frame(5), 0.0))
+    s.replay_ended(ask.request_id, TIMEOUT, 2.0)
+    assert s.unverified
+    wake = s.wake_at
+    assert wake is not None
+    again = asked(s.tick(wake))
+    for i in range(again.start, 6):
+        s.replayed(again.request_id, frame(i), wake)
+    assert s.replay_ended(again.request_id, COMPLETE, wake) == []
+    assert not s.unverified
+    request = asked(s.resync(wake)).request_id
+    assert applied([a for i in range(6) for a in s.replayed(request, frame(i), wake)]) == [
+        *range(6)
+    ]
+
+
 def test_backoff_grows_has_jitter_and_is_bounded() -> None:
     waits = []
     s = fed([0], backoff_base=1.0, backoff_max=8.0)

@@ -93,7 +93,11 @@ class Sequencer:
 
     @property
     def unverified(self) -> bool:
-        """No replay has been had since the last (re)connection."""
+        """No replay has been had since the last (re)connection, or since one failed.
+
+        When this falls after a Lost, the engine answers again: `resync` then reads back what its
+        buffer holds, the lost batches among it.
+        """
         return self._sync_pending
 
     @property
@@ -366,6 +370,7 @@ class Sequencer:
         self._ask_again = False
 
     def _back_off(self, now: float) -> None:
+        self._sync_pending = True  # what was lost may be had yet, see `unverified`
         wait = min(self._config.backoff_max, self._config.backoff_base * 2.0**self._failures)
         self._failures = min(self._failures + 1, 32)
         self._retry_at = now + wait * self._rng.uniform(0.5, 1.0)
