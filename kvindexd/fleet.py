@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 from kvindexd.model import WorkerKey
 from kvindexd.registration import Registration, RoleName
-from kvindexd.scoring.scorer import Candidate, Table
+from kvindexd.scoring.scorer import Candidate, Panel, Table
 
 
 class Member(NamedTuple):
     """One worker rank that a query may be answered with.
 
     `state`: a WorkerState name. `staleness_ms`: since the last applied batch or heartbeat.
-    `epoch`: the incarnation of its cache.
+    `epoch`: the incarnation of its cache. `head`: its part of an answer, serialised (rpc.lines).
     """
 
     key: WorkerKey
@@ -23,6 +23,7 @@ class Member(NamedTuple):
     state: str
     staleness_ms: int
     epoch: int = 0
+    head: bytes = b""
 
 
 class Filter(NamedTuple):
@@ -34,13 +35,32 @@ class Filter(NamedTuple):
     include_stale: bool = False
 
 
+NO_FILTER = Filter()
+
+
 class Scope(NamedTuple):
-    """One model of one namespace: its table and its worker ranks."""
+    """One model of one namespace: its table and its worker ranks, sorted by key.
+
+    `usual`: the ranks that a request without any filter is answered with.
+    """
 
     model: str
     namespace: str
     table: Table
     members: Sequence[Member]
+    usual: Chosen
+
+
+class Chosen:
+    """Some of a scope's ranks, in order of their keys, with what scoring wants to know of them.
+    `units`: tokens per chain unit, each that occurs."""
+
+    __slots__ = ("members", "panel", "units")
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.members = members
+        self.panel = Panel([m.candidate for m in members])
+        self.units = tuple({m.candidate.geometry.unit for m in members})
 
 
 def names_of(registration: Registration) -> set[str]:

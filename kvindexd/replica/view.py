@@ -45,6 +45,7 @@ class WorkerView(Generic[R]):
     """
 
     __slots__ = (
+        "_generation",
         "buffer",
         "buffered",
         "column",
@@ -53,7 +54,6 @@ class WorkerView(Generic[R]):
         "epoch",
         "evidence",
         "evidence_at",
-        "generation",
         "judged",
         "key",
         "last_seq",
@@ -91,7 +91,7 @@ class WorkerView(Generic[R]):
         self.evidence: Mapping[str, object] = {}
         self.counters: Mapping[str, int] = {}
         self.phase = Phase.WANTED
-        self.generation = 0
+        self._generation = 0
         self.judged = Judged(State.UNKNOWN, "")
         # Between reading and applying: the replica's own.
         self.pending: list[bytes] = []
@@ -99,6 +99,16 @@ class WorkerView(Generic[R]):
         self.buffer: list[FeedEntry] = []
         self.buffered = 0
         self.load = 0
+
+    @property
+    def generation(self) -> int:
+        """See the class; a change is one of its scope's, too."""
+        return self._generation
+
+    @generation.setter
+    def generation(self, value: int) -> None:
+        self._generation = value
+        self.scope.generation += 1
 
     def facts(self) -> Facts:
         """What its state is derived from."""
@@ -134,14 +144,18 @@ class WorkerView(Generic[R]):
 
 
 class ScopeView(Generic[R]):
-    """One model of one namespace: its table, and its ranks in order of registration here."""
+    """One model of one namespace: its table, and its ranks in order of registration here.
 
-    __slots__ = ("_workers", "members", "model", "namespace", "table")
+    `generation` changes whenever a rank comes, goes, or changes its own.
+    """
+
+    __slots__ = ("_workers", "generation", "members", "model", "namespace", "table")
 
     def __init__(self, namespace: str, model: str) -> None:
         self.namespace = namespace
         self.model = model
         self.table = Table()
+        self.generation = 0
         self.members: dict[WorkerKey, WorkerView[R]] = {}
         self._workers: tuple[WorkerView[R], ...] | None = ()
 
@@ -155,11 +169,13 @@ class ScopeView(Generic[R]):
     def add(self, view: WorkerView[R]) -> None:
         """Let a rank take part in answers."""
         self.members[view.key] = view
+        self.generation += 1
         self._workers = None
 
     def remove(self, key: WorkerKey) -> None:
         """Forget a rank and its bits; with the last one the table's memory goes, too."""
         self.members.pop(key, None)
+        self.generation += 1
         self._workers = None
         self.table.free_column(key)
         if not self.members:

@@ -94,10 +94,20 @@ def score_message(
     active_blocks: int = 0,
 ) -> pb.WorkerScore:
     """One line of a ScoreWorkers answer."""
+    message = held_message(scored)
+    message.worker_id = key.worker_id
+    message.dp_rank = key.dp_rank
+    message.address = address
+    message.active_blocks = active_blocks
+    message.cost = cost
+    message.state = state  # type: ignore[assignment]  # a WorkerState value
+    message.staleness_ms = staleness_ms
+    return message
+
+
+def held_message(scored: Scored) -> pb.WorkerScore:
+    """The part of a line that says what a worker holds of the prompt."""
     return pb.WorkerScore(
-        worker_id=key.worker_id,
-        dp_rank=key.dp_rank,
-        address=address,
         matched_blocks=scored.matched // scored.block_size if scored.block_size else 0,
         matched_tokens=scored.matched,
         reusable_tokens=scored.reusable,
@@ -105,10 +115,6 @@ def score_message(
         host_tokens=scored.host,
         storage_tokens=scored.storage,
         predicted_tokens=scored.predicted,
-        active_blocks=active_blocks,
-        cost=cost,
-        state=state,  # type: ignore[arg-type]  # a WorkerState value
-        staleness_ms=staleness_ms,
         block_size=scored.block_size,
         reason=scored.reason,
         upper_bound=scored.upper_bound,

@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from kvindexd.fleet import Member, Scope
+from kvindexd.fleet import NO_FILTER, Chosen, Member, Scope, select
 from kvindexd.model import Tier, WorkerKey
 from kvindexd.registration import Registration
 from kvindexd.replica.replica import Replica
 from kvindexd.replica.view import ScopeView, WorkerView
-from kvindexd.rpc import codec
+from kvindexd.rpc import codec, lines
 from kvindexd.scoring.scorer import Candidate, candidate
 from kvindexd.v1 import index_pb2 as pb
 
 Stamp = tuple[WorkerView[Registration], int]
-_MEMBERS_AGE = 0.02
+_MEMBERS_AGE = 0.05
 """Seconds for which a scope's members (states included) are computed once."""
 
 
@@ -33,7 +33,7 @@ class FleetView:
         self._hybrid = hybrid
         self._clock = clock
         self._candidates: dict[WorkerKey, tuple[Stamp, Candidate]] = {}
-        self._members: dict[tuple[str, str], tuple[float, list[Stamp], list[Member]]] = {}
+        self._scopes: dict[tuple[str, str], tuple[float, int, Scope]] = {}
 
     # -- scoring ------------------------------------------------------------------------------
 
@@ -42,29 +42,32 @@ class FleetView:
         view = self._replica.scope(namespace, model)
         if view is None or not view.members:
             return None
-        return Scope(view.model, namespace, view.table, self._members_of(view))
+        return self._scope(view)
 
-    def _members_of(self, view: ScopeView[Registration]) -> list[Member]:
+    def _scope(self, view: ScopeView[Registration]) -> Scope:
         """States may be a few milliseconds old; columns and profiles never: a column that a
         clear gave up soon speaks of somebody else."""
         now = self._clock()
         key = (view.namespace, view.model)
-        stamp = [(w, w.generation) for w in view.workers]
-        cached = self._members.get(key)
-        if cached is not None and now - cached[0] < _MEMBERS_AGE and cached[1] == stamp:
+        cached = self._scopes.get(key)
+        if cached is not None and now - cached[0] < _MEMBERS_AGE and cached[1] == view.generation:
             return cached[2]
-        made = [self._member(w, now) for w in view.workers]
-        self._members[key] = (now, stamp, made)
+        members = [self._member(w, now) for w in sorted(view.workers, key=lambda w: w.key)]
+        usual = Chosen(select(members, NO_FILTER))
+        made = Scope(view.model, view.namespace, view.table, members, usual)
+        self._scopes[key] = (now, view.generation, made)
         return made
 
     def _member(self, view: WorkerView[Registration], now: float) -> Member:
+        state, staleness = view.judge(now).state, view.staleness_ms(now)
         return Member(
             view.key,
             view.registration,
             self._candidate(view),
-            view.judge(now).state,
-            view.staleness_ms(now),
+            state,
+            staleness,
             view.epoch,
+            lines.head(view.key, view.registration.address, state, staleness),
         )
 
     def _candidate(self, view: WorkerView[Registration]) -> Candidate:

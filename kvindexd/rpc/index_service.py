@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import grpc
 import structlog
 
-from kvindexd.fleet import Filter, Member, Scope, select
+from kvindexd.fleet import NO_FILTER, Chosen, Filter, Member, Scope, select
 from kvindexd.registration import RoleName
-from kvindexd.rpc import codec
+from kvindexd.rpc import codec, lines
 from kvindexd.rpc.budget import Admission
 from kvindexd.rpc.errors import NotFound, RequestError
 from kvindexd.rpc.prompt import query_of
 from kvindexd.scoring.explain import MISSING, PREDICTED, Run, runs
 from kvindexd.scoring.picker import Choice, Picker
 from kvindexd.scoring.query import Query
+from kvindexd.scoring.quickrank import Place, quick, quick_rank
 from kvindexd.scoring.scorer import Probes, Scored, TablePresence, score
 from kvindexd.v1 import index_pb2 as pb
 from kvindexd.v1 import index_pb2_grpc
@@ -26,6 +28,8 @@ log = structlog.get_logger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
 MAX_BATCH = 1024
+_YIELD_SECONDS = 0.002
+"""How long one call may hold the event loop before others get a turn."""
 
 
 class Fleet(Protocol):
@@ -74,37 +78,48 @@ class IndexService(index_pb2_grpc.KVIndexServicer):
         self, request: pb.ScoreWorkersRequest, context: Context
     ) -> pb.ScoreWorkersResponse:
         """Score one prompt."""
-        return await self._answered(context, lambda: self._score(request))
+        return pb.ScoreWorkersResponse.FromString(await self.score_packed(request, context))
+
+    async def score_packed(self, request: pb.ScoreWorkersRequest, context: Context) -> bytes:
+        """ScoreWorkers with its response serialised; see lines.py for why."""
+        return (await self._answered(context, lambda: self._score(request))).body
 
     async def ScoreWorkersBatch(
         self, request: pb.ScoreWorkersBatchRequest, context: Context
     ) -> pb.ScoreWorkersBatchResponse:
         """Score many prompts; the first bad one fails the call, naming its place."""
+        packed = await self.score_batch_packed(request, context)
+        return pb.ScoreWorkersBatchResponse.FromString(packed)
+
+    async def score_batch_packed(
+        self, request: pb.ScoreWorkersBatchRequest, context: Context
+    ) -> bytes:
+        """ScoreWorkersBatch with its response serialised."""
         if len(request.requests) > MAX_BATCH:
             error = f"requests: {len(request.requests)} of them, at most {MAX_BATCH} per call"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error)
 
-        async def all_of_them() -> pb.ScoreWorkersBatchResponse:
-            response = pb.ScoreWorkersBatchResponse()
+        async def all_of_them() -> list[lines.Packed]:
+            answers = []
+            started = time.perf_counter()
             for i, one in enumerate(request.requests):
                 try:
-                    response.responses.append(await self._score(one))
+                    answers.append(await self._score(one))
                 except RequestError as e:
                     raise type(e)(f"requests[{i}]: {e}") from None
-            return response
+                if time.perf_counter() - started > _YIELD_SECONDS:
+                    await asyncio.sleep(0)
+                    started = time.perf_counter()
+            return answers
 
-        return await self._answered(context, all_of_them)
+        return lines.batch(await self._answered(context, all_of_them))
 
     async def ScoreWorkersStream(
         self, request_iterator: AsyncIterator[pb.ScoreWorkersRequest], context: Context
     ) -> AsyncIterator[pb.ScoreWorkersResponse]:
         """Score prompts as they come, in order."""
         async for request in request_iterator:
-
-            async def one(request: pb.ScoreWorkersRequest = request) -> pb.ScoreWorkersResponse:
-                return await self._score(request)
-
-            yield await self._answered(context, one)
+            yield await self.ScoreWorkers(request, context)
 
     async def Explain(
         self, request: pb.ScoreWorkersRequest, context: Context
@@ -141,65 +156,73 @@ class IndexService(index_pb2_grpc.KVIndexServicer):
             f"model {prompt.model!r}{where} has no registered worker; known models: {listed}"
         )
 
-    async def _candidates(
-        self, request: pb.ScoreWorkersRequest
-    ) -> tuple[Scope, Query, list[Member]]:
+    async def _candidates(self, request: pb.ScoreWorkersRequest) -> tuple[Scope, Query, Chosen]:
         options = request.options
+        query = query_of(request.prompt, self._max_tokens)
+        scope = self._scope(request.prompt)
         role: RoleName | None = None
         if options.HasField("role"):
             if options.role not in pb.Role.values():
                 raise RequestError(f"options.role: {options.role} is unknown")
             role = pb.Role.Name(options.role)  # type: ignore[assignment]  # one of RoleName
-        query = query_of(request.prompt, self._max_tokens)
-        scope = self._scope(request.prompt)
         wanted = Filter(
             tuple(request.candidates), role, dict(options.labels), options.include_stale
         )
-        members = select(scope.members, wanted)
-        for unit in {m.candidate.geometry.unit for m in members}:
+        chosen = scope.usual
+        if wanted != NO_FILTER:
+            chosen = Chosen(select(scope.members, wanted))
+        for unit in chosen.units:
             await query.hash(unit)
-        return scope, query, members
+        return scope, query, chosen
 
-    async def _score(self, request: pb.ScoreWorkersRequest) -> pb.ScoreWorkersResponse:
-        scope, query, members = await self._candidates(request)
-        options = request.options
+    async def _score(self, request: pb.ScoreWorkersRequest) -> lines.Packed:
+        scope, query, chosen = await self._candidates(request)
+        options, members = request.options, chosen.members
         scored = score(
             scope.table,
             query,
-            [m.candidate for m in members],
+            chosen.panel,
             device_only=options.device_only,
             explain=options.explain,
         )
-        ranked = self._rank(request, query, members, scored)
+        now = time.monotonic()
+        scored = self._picker.with_predictions(query, members, scored, now)
+        overlap = _overlap(request)
+        if quick(self._picker):
+            order = quick_rank(self._picker, query, members, scored, now, overlap)
+        else:
+            order = [
+                Place(c.cost, c.ranked.place, c.load.active_blocks)
+                for c in self._picker.rank(query, members, scored, now, overlap)
+            ]
         if options.top_k:
-            ranked = ranked[: options.top_k]
-        size = ranked[0].scored.block_size if ranked else 0
-        return pb.ScoreWorkersResponse(
-            scores=[line(choice) for choice in ranked],
-            prompt_tokens=query.tokens,
-            prompt_blocks=query.tokens // (size or 16),
-            index_revision=self._fleet.revision(),
+            order = order[: options.top_k]
+        size = scored[order[0].place].block_size if order else 0
+        body = lines.answer(
+            [lines.line(members[i].head, scored[i], cost, active) for cost, i, active in order],
+            query.tokens,
+            query.tokens // (size or 16),
+            self._fleet.revision(),
         )
+        best = max((scored[i].reusable for _, i, _ in order), default=0)
+        return lines.Packed(body, best / query.tokens if query.tokens else None)
 
     def _rank(
         self,
         request: pb.ScoreWorkersRequest,
         query: Query,
-        members: list[Member],
+        members: Sequence[Member],
         scored: list[Scored],
     ) -> list[Choice]:
         """Predictions added, best first."""
         now = time.monotonic()
         scored = self._picker.with_predictions(query, members, scored, now)
-        options = request.options
-        overlap = options.overlap_weight if options.HasField("overlap_weight") else None
-        return self._picker.rank(query, members, scored, now, overlap)
+        return self._picker.rank(query, members, scored, now, _overlap(request))
 
     async def _explain(self, request: pb.ScoreWorkersRequest) -> pb.ExplainResponse:
-        scope, query, members = await self._candidates(request)
-        candidates = [m.candidate for m in members]
-        scored = score(scope.table, query, candidates, explain=True)
-        ranked = self._rank(request, query, members, scored)
+        scope, query, chosen = await self._candidates(request)
+        scored = score(scope.table, query, chosen.panel, explain=True)
+        ranked = self._rank(request, query, chosen.members, scored)
         response = pb.ExplainResponse()
         for choice in ranked[: request.options.top_k or len(ranked)]:
             shape = choice.member.candidate
@@ -247,11 +270,14 @@ def line(choice: Choice) -> pb.WorkerScore:
     )
 
 
+def _overlap(request: pb.ScoreWorkersRequest) -> float | None:
+    """The request's own overlap weight, None where it leaves that to the server."""
+    options = request.options
+    return options.overlap_weight if options.HasField("overlap_weight") else None
+
+
 def _best_ratio(response: object) -> float | None:
-    if not isinstance(response, pb.ScoreWorkersResponse) or not response.prompt_tokens:
-        return None
-    best = max((s.reusable_tokens for s in response.scores), default=0)
-    return best / response.prompt_tokens
+    return response.ratio if isinstance(response, lines.Packed) else None
 
 
 async def refuse(context: Context, error: RequestError) -> NoReturn:

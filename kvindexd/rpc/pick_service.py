@@ -88,8 +88,8 @@ class PickService(IndexService):
         request_id = _request_id(request.request_id) or secrets.token_hex(12)
         lease = self._lease(request)
         asked = request.score
-        scope, query, members = await self._candidates(asked)
-        able = [m for m in members if m.state in _PICKABLE]
+        scope, query, chosen = await self._candidates(asked)
+        able = [m for m in chosen.members if m.state in _PICKABLE]
         if not able:
             raise Unavailable(_nobody(scope.members, asked))
         # From here to `take` nothing waits: the next pick sees this one.
@@ -145,7 +145,8 @@ class PickService(IndexService):
 
     async def _pair(self, request: pb.PairWorkersRequest) -> pb.PairWorkersResponse:
         asked = request.prefill
-        scope, query, members = await self._candidates(asked)
+        scope, query, chosen = await self._candidates(asked)
+        members = chosen.members
         options = asked.options
         if not options.HasField("role"):
             members = [m for m in members if m.registration.role in _PREFILL]

@@ -11,7 +11,7 @@ from kvindexd.scoring.cost import Load, Miss, Weights, miss_blocks
 from kvindexd.scoring.geometry import Geometry
 from kvindexd.scoring.scorer import Scored
 
-_DIGITS = 9
+DIGITS = 9
 """Costs that differ by less are equal: sums of floats in another order are no reason to prefer."""
 
 
@@ -66,7 +66,7 @@ class Policy:
         which options are given never matters.
         """
         ranked = [
-            Ranked(i, round(self.cost(option, miss, weight), _DIGITS), miss)
+            Ranked(i, round(self.cost(option, miss, weight), DIGITS), miss)
             for i, (option, miss, weight) in enumerate(self._priced(options, tokens, overlap))
         ]
         ties = {cost for cost, n in Counter(r.cost for r in ranked).items() if n > 1}

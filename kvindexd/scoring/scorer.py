@@ -119,9 +119,7 @@ class Probes:
 class TablePresence:
     """match.Presence over a table for workers of one geometry."""
 
-    def __init__(
-        self, probes: Probes, shape: Geometry, columns: Sequence[int] | Columns
-    ) -> None:
+    def __init__(self, probes: Probes, shape: Geometry, columns: Sequence[int] | Columns) -> None:
         self._probes = probes
         self._shape = shape
         self._columns = np.asarray(columns, np.int64)
