@@ -223,10 +223,13 @@ class Placer:
         verified = self._verified
         if verified is None:
             return []
-        if parsed and (not dense or event.block_size != verified.hash_block):
-            # Entries speak of listed blocks; which hash block inside one they meant is not said.
+        # Entries speak of listed blocks. In a block larger than the hash block, which hash block
+        # an entry meant is not said, but for a salt: it is in the prompt's first one.
+        salted = list(parsed) == [0] and parsed[0] == BlockExtras(parsed[0].salt, (), (), False)
+        if parsed and not (dense and (salted or event.block_size == verified.hash_block)):
             return []
-        extras = [parsed.get(i) for i in range(len(event.hashes))] if parsed else []
+        extras = [parsed.get(i) for i in range(1 if salted else len(event.hashes))]
+        extras = extras if parsed else []
         digests = self._digests(place, event.tokens, extras, unit)
         if dense and not self._confirmed(verified, digests, event):
             return []
