@@ -164,9 +164,7 @@ class Witness:
             prompt = pb.Prompt(model="m", token_ids=chain.pack_tokens([*tokens, 1]))
             generation = self._fleet.rollbacks
             try:
-                scores = stub.ScoreWorkers(
-                    pb.ScoreWorkersRequest(prompt=prompt), timeout=2
-                ).scores
+                scores = stub.ScoreWorkers(pb.ScoreWorkersRequest(prompt=prompt), timeout=2).scores
             except (grpc.RpcError, ValueError):
                 self.unanswered += 1
                 continue
@@ -446,7 +444,7 @@ class Fleet:
             engine.trim()
 
     def settle(self) -> None:
-        """Until the index equals the truth; AssertionError with the differences if it never does."""
+        """Until the index equals the truth. AssertionError, with the differences, if it never does."""
         for name in self._broken_replay:
             self.engines[name].process.call("replay_mode", mode="normal")
         self._broken_replay.clear()
@@ -456,7 +454,9 @@ class Fleet:
                 self.figures.batches += 1
         started = time.monotonic()
         truth = {name: engine.held() for name, engine in self.engines.items()}
-        keys = sorted(set().union(*truth.values(), *(self._stray(e) for e in self.engines.values())))
+        keys = sorted(
+            set().union(*truth.values(), *(self._stray(e) for e in self.engines.values()))
+        )
         for daemon in self.daemons:
             self._until_equal(daemon, truth, keys)
         took = time.monotonic() - started
@@ -472,8 +472,15 @@ class Fleet:
 
     def _until_equal(self, daemon: Daemon, truth: dict[str, set[int]], keys: list[int]) -> None:
         until = time.monotonic() + QUIET
+        speak = time.monotonic() + 1.0
         problem: object = ""
         while time.monotonic() < until:
+            if time.monotonic() > speak:
+                # Without replay, what nobody listened to shows only when something follows.
+                speak = time.monotonic() + 1.0
+                for engine in self.engines.values():
+                    if not engine.replay:
+                        engine.flush()
             try:
                 problem = self._differences(daemon, truth, keys)
             except grpc.RpcError as e:

@@ -13,6 +13,7 @@ from reliability import QUICK, counter, matched, other, owns, removed, running, 
 
 from kvindexd.testing.engine import FakeEngine
 from kvindexd.testing.process import EngineProcess
+from kvindexd.v1 import index_pb2 as pb
 
 
 @pytest.fixture(scope="module")
@@ -221,18 +222,31 @@ def test_keys_that_vanish_are_noticed_and_put_back(
         follow(daemon, engine)
         engine.publish([stored(0, 5)])
         daemon.until_seq("w", 0)
+        for n in (1, 2):  # an epoch that a new record would not have
+            daemon.admin.ResyncWorker(pb.ResyncWorkerRequest(worker_id="w"), timeout=10)
+            daemon.until(lambda n=n: counter(daemon, "resyncs") == n, "read anew")
+            daemon.until_seq("w", 0)
         gone = [k for k in redis("KEYS", "kvx:*") if loss.encode() in k]
         assert gone, redis("KEYS", "kvx:*")
         redis("DEL", *gone)
         engine.publish([stored(5)])
-        if loss == "w:":
-            # Indistinguishable from DeregisterWorker: it stays away until registered again.
-            daemon.until(lambda: daemon.events("rank_gone"), "given up")
-            follow(daemon, engine)
         daemon.until_seq("w", 1)
         daemon.until(lambda: matched(daemon, 6) == 6, "whole")
         assert len(redis("HKEYS", next(k for k in redis("KEYS", "kvx:*") if b":b:" in k))) == 6
         assert owns(daemon)
+
+
+def test_a_rank_deregistered_and_registered_at_once_is_followed(daemon: Daemon) -> None:
+    with FakeEngine() as engine:
+        follow(daemon, engine)
+        engine.publish([stored(0, 5)])
+        daemon.until_seq("w", 0)
+        for _ in range(5):
+            daemon.admin.DeregisterWorker(pb.DeregisterWorkerRequest(worker_id="w"), timeout=10)
+            follow(daemon, engine)
+        engine.publish([stored(5)])
+        daemon.until_seq("w", 1)
+        daemon.until(lambda: matched(daemon, 6) == 6, "whole, by replay")
 
 
 def _wipe(redis: servers.Server) -> None:

@@ -34,7 +34,7 @@ _NO_HITS = "every prompt scores 0 here; groups.treat_as can override a kind"
 
 
 class RankIngest:
-    """Follows one rank for as long as it is registered; `run` returns when it is not.
+    """Follows one rank until cancelled, and while it is not registered waits until it is.
 
     One owner at a time: without the lease it waits and touches no socket. Everything that the
     engine says passes through one inbox and is carried out by one task, in order.
@@ -61,29 +61,38 @@ class RankIngest:
         self.state = "SYNCING"
         self._birth = store.birth
         self._degraded = ""
+        self._gone = False
         self._none_admitted = False
 
     # -- the lease ----------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Follow the rank until it is deregistered or this task is cancelled."""
+        """Follow the rank until this task is cancelled."""
         while True:
             try:
                 await self._own(await self._acquire())
             except NotRegistered as e:
                 if not await self._register_again(e):
-                    self._log.info("rank_gone")
-                    return
+                    await self._wait_for_registration(e)
             except Fenced as e:
                 self._stepped_down("deposed", e)
             except (StoreError, TransportError) as e:
                 self._stepped_down("failed", e)
                 await asyncio.sleep(random.uniform(0.5, 1.5))  # noqa: S311 - jitter
 
+    async def _wait_for_registration(self, why: NotRegistered) -> None:
+        """Deregistered: whoever told us to follow it ends this task, or registers it anew."""
+        if not self._gone:
+            self._gone = True
+            self.detail = str(why)
+            self._log.info("rank_gone")
+        await asyncio.sleep(self._settings.heartbeat * random.uniform(0.8, 1.2))  # noqa: S311
+
     async def _register_again(self, why: NotRegistered) -> bool:
         """Whether the store had lost its data, and knows the rank again."""
         try:
             self._birth = await register_again(self._store, self.registration, self._birth, why)
+            await asyncio.sleep(self._settings.heartbeat)  # an owner would write it anew
         except NotRegistered:
             return False
         except StoreError as e:
@@ -99,9 +108,11 @@ class RankIngest:
     async def _acquire(self) -> Lease:
         """Wait for the lease."""
         waiting = ""
+        ttl = int(self._settings.lease_ttl * 1000)
         while True:
             try:
-                ttl = int(self._settings.lease_ttl * 1000)
+                if waiting:
+                    await self._let_the_owner_rebuild()
                 lease = await self._store.acquire(self.key, self._settings.owner, ttl)
             except LeaseHeld as e:
                 if e.owner != waiting:
@@ -116,9 +127,17 @@ class RankIngest:
                     self._log.warning("store_unavailable", error=str(e))
                 await asyncio.sleep(random.uniform(0.2, 1.0))  # noqa: S311 - jitter
             else:
-                self._degraded = ""
+                self._degraded, self._gone = "", False
                 self._log.info("rank_owned", epoch=lease.epoch, last_seq=lease.last_seq)
                 return lease
+
+    async def _let_the_owner_rebuild(self) -> None:
+        """After the store lost its data, its last owner has the only copy: let it go first."""
+        await self._store.verify()
+        if self._store.birth != self._birth:
+            self._birth = self._store.birth
+            self._log.info("rank_standby_longer", reason="its owner may write it anew")
+            await asyncio.sleep(self._settings.lease_ttl)
 
     async def _own(self, lease: Lease) -> None:
         """Everything done under one lease."""

@@ -283,14 +283,18 @@ def _removals(mutations: bytes) -> bytes:
 async def register_again(
     store: Store, registration: Registration, birth: str, why: NotRegistered
 ) -> str:
-    """Register a rank anew if the servers lost their data since `birth`; the new birth.
+    """Register a rank anew if the servers lost their data since `birth`, or its record; the birth.
 
     Raises `why` where they did not: then the rank was deregistered on purpose.
     """
     await store.verify()
+    reason = "the store is empty"
     if store.birth == birth:
-        raise why
-    log.warning("registered_again", worker=str(registration.key), reason="the store is empty")
+        # Deregistering takes it off the list too; who deletes keys does not know of the list.
+        if registration.key not in await store.leases():
+            raise why
+        reason = "its record was deleted behind our back"
+    log.warning("registered_again", worker=str(registration.key), reason=reason)
     await store.register(registration.key, registration.encode(), False, time.time())
     return store.birth
 

@@ -311,7 +311,8 @@ class Book(Generic[R]):
         view = self._register(entry.worker, entry.value)
         if view is None:
             return
-        if not known and entry.revision:
+        # An epoch that goes back: its record was lost and made anew.
+        if (not known and entry.revision) or (known and entry.epoch < view.epoch):
             self._want(view, "registered_anew")
             return
         if not known:
