@@ -53,14 +53,23 @@ class Scope(NamedTuple):
 
 class Chosen:
     """Some of a scope's ranks, in order of their keys, with what scoring wants to know of them.
-    `units`: tokens per chain unit, each that occurs."""
+    `units`: tokens per chain unit, each that occurs. `kinds`: a number per rank, equal where
+    geometry, role and registered block size are."""
 
-    __slots__ = ("members", "panel", "units")
+    __slots__ = ("kinds", "members", "panel", "units")
 
     def __init__(self, members: Sequence[Member]) -> None:
         self.members = members
         self.panel = Panel([m.candidate for m in members])
         self.units = tuple({m.candidate.geometry.unit for m in members})
+        numbers: dict[tuple[int, str, int], int] = {}
+        self.kinds = [
+            numbers.setdefault(
+                (id(m.candidate.geometry), m.registration.role, m.registration.block_size),
+                len(numbers),
+            )
+            for m in members
+        ]
 
 
 def names_of(registration: Registration) -> set[str]:

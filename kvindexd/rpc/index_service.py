@@ -19,7 +19,7 @@ from kvindexd.rpc.prompt import query_of
 from kvindexd.scoring.explain import MISSING, PREDICTED, Run, runs
 from kvindexd.scoring.picker import Choice, Picker
 from kvindexd.scoring.query import Query
-from kvindexd.scoring.quickrank import Place, quick, quick_rank
+from kvindexd.scoring.quickrank import quick, quick_rank
 from kvindexd.scoring.scorer import Probes, Scored, TablePresence, score
 from kvindexd.v1 import index_pb2 as pb
 from kvindexd.v1 import index_pb2_grpc
@@ -189,23 +189,25 @@ class IndexService(index_pb2_grpc.KVIndexServicer):
         scored = self._picker.with_predictions(query, members, scored, now)
         overlap = _overlap(request)
         if quick(self._picker):
-            order = quick_rank(self._picker, query, members, scored, now, overlap)
+            order = quick_rank(self._picker, query, chosen, scored, now, overlap)
         else:
             order = [
-                Place(c.cost, c.ranked.place, c.load.active_blocks)
+                (c.cost, c.ranked.place, c.load.active_blocks)
                 for c in self._picker.rank(query, members, scored, now, overlap)
             ]
         if options.top_k:
             order = order[: options.top_k]
-        size = scored[order[0].place].block_size if order else 0
-        body = lines.answer(
-            [lines.line(members[i].head, scored[i], cost, active) for cost, i, active in order],
-            query.tokens,
-            query.tokens // (size or 16),
-            self._fleet.revision(),
+        size = scored[order[0][1]].block_size if order else 0
+        rest = pb.ScoreWorkersResponse(
+            prompt_tokens=query.tokens,
+            prompt_blocks=query.tokens // (size or 16),
+            index_revision=self._fleet.revision(),
         )
-        best = max((scored[i].reusable for _, i, _ in order), default=0)
-        return lines.Packed(body, best / query.tokens if query.tokens else None)
+        best = max([s.reusable for s in scored], default=0)
+        return lines.Packed(
+            lines.answer(order, members, scored, rest),
+            best / query.tokens if query.tokens else None,
+        )
 
     def _rank(
         self,

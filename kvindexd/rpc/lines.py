@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from kvindexd.fleet import Member
 from kvindexd.model import WorkerKey
 from kvindexd.rpc import codec
+from kvindexd.scoring.quickrank import Place
 from kvindexd.scoring.scorer import Scored
 from kvindexd.v1 import index_pb2 as pb
 
@@ -46,9 +48,9 @@ def varint(value: int) -> bytes:
 _LENGTHS = [varint(n) for n in range(2048)]
 
 
-def _sized(body: bytes) -> bytes:
+def _size(body: bytes) -> bytes:
     n = len(body)
-    return (_LENGTHS[n] if n < 2048 else varint(n)) + body
+    return _LENGTHS[n] if n < 2048 else varint(n)
 
 
 def head(key: WorkerKey, address: str, state: str, staleness_ms: int) -> bytes:
@@ -68,24 +70,32 @@ def tail(scored: Scored) -> bytes:
     return codec.held_message(scored).SerializeToString()
 
 
-def line(head: bytes, scored: Scored, cost: float, active_blocks: int) -> bytes:
-    """One element of `scores`."""
-    body = head + tail(scored)
-    if cost:
-        body += _COST(b"\x61", cost)
-    if active_blocks:
-        body += _ACTIVE + varint(active_blocks)
-    return _SCORES + _sized(body)
-
-
-def answer(lines: Iterable[bytes], tokens: int, blocks: int, revision: str) -> bytes:
-    """A ScoreWorkersResponse of serialised lines, best first."""
-    rest = pb.ScoreWorkersResponse(
-        prompt_tokens=tokens, prompt_blocks=blocks, index_revision=revision
-    )
-    return b"".join(lines) + rest.SerializeToString()
+def answer(
+    order: Sequence[Place],
+    members: Sequence[Member],
+    scored: Sequence[Scored],
+    rest: pb.ScoreWorkersResponse,
+) -> bytes:
+    """A ScoreWorkersResponse; `order`: the lines wanted, best first; `rest`: its other fields."""
+    shared: dict[tuple[int, float, int], bytes] = {}
+    parts: list[bytes] = []
+    for cost, place, active in order:
+        s = scored[place]
+        key = (id(s), cost, active)
+        body = shared.get(key)
+        if body is None:
+            body = tail(s)
+            if cost:
+                body += _COST(b"\x61", cost)
+            if active:
+                body += _ACTIVE + varint(active)
+            shared[key] = body
+        body = members[place].head + body
+        parts += (_SCORES, _size(body), body)
+    parts.append(rest.SerializeToString())
+    return b"".join(parts)
 
 
 def batch(answers: Iterable[Packed]) -> bytes:
     """A ScoreWorkersBatchResponse."""
-    return b"".join(_RESPONSES + _sized(a.body) for a in answers)
+    return b"".join(part for a in answers for part in (_RESPONSES, _size(a.body), a.body))

@@ -5,22 +5,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from kvindexd.fleet import Member
+from kvindexd.fleet import Chosen, Member
 from kvindexd.scoring.cost import IDLE, miss_blocks
 from kvindexd.scoring.pick import DIGITS, Policy
 from kvindexd.scoring.picker import Picker, block_keys, block_size
 from kvindexd.scoring.query import Query
 from kvindexd.scoring.scorer import Scored
 
-
-class Place(NamedTuple):
-    """A candidate's cost, and its place among the members given."""
-
-    cost: float
-    place: int
-    active_blocks: int
+Place = tuple[float, int, int]
+"""A candidate's cost, its place among the members given, and its blocks in flight."""
 
 
 def quick(picker: Picker) -> bool:
@@ -31,36 +25,50 @@ def quick(picker: Picker) -> bool:
 def quick_rank(
     picker: Picker,
     query: Query,
-    members: Sequence[Member],
+    chosen: Chosen,
     scored: Sequence[Scored],
     now: float,
     overlap: float | None = None,
 ) -> list[Place]:
-    """All candidates, best first, as `Picker.rank` orders them. `members`: sorted by key."""
+    """All candidates, best first, as `Picker.rank` orders them."""
+    picker.ledger.expire(now)
+    members = chosen.members
+    known: dict[tuple[int, int], float] = {}
+    costs = []
+    for m, s, kind in zip(members, scored, chosen.kinds, strict=True):
+        cost = known.get((id(s), kind))
+        if cost is None:
+            cost = known[id(s), kind] = _cost(picker, query, m, s, overlap)
+        costs.append(cost)
+    if picker.picked or picker.ledger.workers():
+        return _with_load(picker, query, members, scored, costs, now)
+    costs = [round(c, DIGITS) for c in costs]
+    return [(costs[i], i, 0) for i in sorted(range(len(costs)), key=costs.__getitem__)]
+
+
+def _with_load(
+    picker: Picker,
+    query: Query,
+    members: Sequence[Member],
+    scored: Sequence[Scored],
+    costs: Sequence[float],
+    now: float,
+) -> list[Place]:
     ledger, picked = picker.ledger, picker.picked
-    ledger.expire(now)
     loads = {key: ledger.load(key, now) for key in ledger.workers()}
-    known: dict[tuple[int, int, str, int], float] = {}
     rows: list[tuple[float, int, float, int, int]] = []
     loaded = []
-    for place, (m, s) in enumerate(zip(members, scored, strict=True)):
-        registration = m.registration
-        key = (id(s), id(m.candidate.geometry), registration.role, registration.block_size)
-        cost = known.get(key)
-        if cost is None:
-            cost = known[key] = _cost(picker, query, m, s, overlap)
-        load = loads.get(m.key, IDLE) if loads else IDLE
-        if load is not IDLE:
-            cost += load.total
-            if load.active_blocks:
-                loaded.append(place)
-        at = picked.get(m.key, 0) if picked else 0
-        rows.append((round(cost, DIGITS), 0, load.total, at, place))
+    for place, m in enumerate(members):
+        load = loads.get(m.key, IDLE)
+        if load.active_blocks:
+            loaded.append(place)
+        total = load.total
+        rows.append((round(costs[place] + total, DIGITS), 0, total, picked.get(m.key, 0), place))
     if loaded:
         _prefer_sharing(picker, query, members, scored, rows, loaded)
     rows.sort()
     return [
-        Place(cost, place, loads[members[place].key].active_blocks if lot else 0)
+        (cost, place, loads[members[place].key].active_blocks if lot else 0)
         for cost, _, lot, _, place in rows
     ]
 

@@ -227,8 +227,8 @@ def _score_simple(
         found = made.get(depth)
         if found is None:
             reusable = min(depth, cap) * size
-            found = made[depth] = blank._replace(
-                matched=depth * size, reusable=reusable, device=reusable
+            found = made[depth] = Scored(
+                depth * size, reusable, reusable, 0, 0, size, blank.upper_bound
             )
         out.append(found)
     return out
@@ -237,15 +237,19 @@ def _score_simple(
 def leading_run(words: Words, columns: Sequence[int] | Columns) -> Columns:
     """Per column, how many leading rows of `words` [rows, words] have its bit set."""
     columns = np.asarray(columns, np.int64)
-    if not len(words):
+    total = len(words)
+    if not total:
         return np.zeros(len(columns), np.int64)
     if words.shape[1] == 1:
-        flat = np.bitwise_and.accumulate(words[:, 0])
-        changed, running = flat[1:] != flat[:-1], flat.reshape(-1, 1)
+        running = np.bitwise_and.accumulate(words[:, 0]).reshape(-1, 1)
     else:
         running = np.bitwise_and.accumulate(words, axis=0)
-        changed = (running[1:] != running[:-1]).any(axis=1)
-    ends = np.append(changed.nonzero()[0], len(words) - 1)  # last row of each equal stretch
+    if (running[0] == running[-1]).all():  # bits only fall: none has
+        held = _columns(running[:1], columns)[0]
+        return np.where(held, total, 0).astype(np.int64)
+    changed = running[1:] != running[:-1]
+    flat = changed[:, 0] if words.shape[1] == 1 else changed.any(axis=1)
+    ends = np.append(flat.nonzero()[0], total - 1)  # last row of each equal stretch
     lengths = np.diff(ends, prepend=-1)
     depths: Columns = lengths @ _columns(running[ends], columns)
     return depths
