@@ -57,17 +57,24 @@ class Block(msgspec.Struct, gc=False, eq=False):
 
 
 def field_of(engine_hash: EngineHash) -> bytes:
-    """The hash field of a block record: 8 bytes big-endian for ints, b"b" + raw for bytes."""
+    """The hash field of a block record: 8 bytes big-endian for ints, b"b" + raw for bytes.
+
+    Seven raw bytes get another byte in front, so that no field of bytes is 8 long.
+    """
     if isinstance(engine_hash, int):
         return engine_hash.to_bytes(8, "big")
-    return engine_hash if engine_hash.startswith(UNBOUND) else b"b" + engine_hash
+    if engine_hash.startswith(UNBOUND):
+        return engine_hash
+    return (b"b" if len(engine_hash) != 7 else b"7b") + engine_hash
 
 
 def hash_of(field: bytes) -> EngineHash:
     """The inverse of `field_of`."""
     if len(field) == 8:
         return int.from_bytes(field, "big")
-    return field if field.startswith(UNBOUND) else field[1:]
+    if field.startswith(UNBOUND):
+        return field
+    return field[1:] if field.startswith(b"b") else field[2:]
 
 
 def pack(block: Block) -> bytes:
