@@ -96,7 +96,9 @@ class Connector:
 def _tls_options(url: StoreURL) -> dict[str, Any]:
     options: dict[str, Any] = {k: v for k, v in url.options if k.startswith("ssl_")}
     check = options.pop("ssl_check_hostname", "true").lower()
-    options["ssl_check_hostname"] = check not in ("false", "no", "0", "off")
+    # Without a certificate there is no name to check; older versions of redis-py refuse to try.
+    unchecked = options.get("ssl_cert_reqs") == "none" or check in ("false", "no", "0", "off")
+    options["ssl_check_hostname"] = not unchecked
     return options
 
 
