@@ -85,24 +85,37 @@ class RpcServer:
 
 
 def add_index(server: grpc.aio.Server, servicer: index_pb2_grpc.KVIndexServicer) -> None:
-    """Register the scoring service.
-
-    The first handler that knows a method serves it, and IndexService's own do without a message
-    per worker. Where they are not found, the generated ones answer the same.
-    """
+    """Register the scoring service; IndexService's hot calls serialise their own answers."""
+    generated = _Generated()
+    index_pb2_grpc.add_KVIndexServicer_to_server(servicer, generated)
+    handlers = generated.handlers
     if isinstance(servicer, IndexService):
-        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-            "ScoreWorkers": grpc.unary_unary_rpc_method_handler(
-                servicer.score_packed, pb.ScoreWorkersRequest.FromString, None
-            ),
-            "ScoreWorkersBatch": grpc.unary_unary_rpc_method_handler(
-                servicer.score_batch_packed, pb.ScoreWorkersBatchRequest.FromString, None
-            ),
-        }
-        server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler("kvindexd.v1.KVIndex", handlers),)
+        handlers["ScoreWorkers"] = grpc.unary_unary_rpc_method_handler(
+            servicer.score_packed, pb.ScoreWorkersRequest.FromString, None
         )
-    index_pb2_grpc.add_KVIndexServicer_to_server(servicer, server)
+        handlers["ScoreWorkersBatch"] = grpc.unary_unary_rpc_method_handler(
+            servicer.score_batch_packed, pb.ScoreWorkersBatchRequest.FromString, None
+        )
+    name = f"{pb.DESCRIPTOR.package}.KVIndex"
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
+    if hasattr(server, "add_registered_method_handlers"):
+        server.add_registered_method_handlers(name, handlers)
+
+
+class _Generated:
+    """Takes from the generated code what it would register."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+
+    def add_generic_rpc_handlers(self, _handlers: object) -> None:
+        """Wraps the same handlers."""
+
+    def add_registered_method_handlers(
+        self, _name: str, handlers: dict[str, grpc.RpcMethodHandler[Any, Any]]
+    ) -> None:
+        """All methods of the service by name."""
+        self.handlers = dict(handlers)
 
 
 def add_admin(server: grpc.aio.Server, servicer: index_pb2_grpc.KVIndexAdminServicer) -> None:
