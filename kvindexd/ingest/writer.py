@@ -121,16 +121,32 @@ class RankWriter:
         if self._events is not None:
             self._events(frame, batch)
         self._applying = True
-        started = time.perf_counter()
-        for _ in self.residency.apply_steps(batch, now=time.time()):
-            if time.perf_counter() - started > _YIELD_SECONDS:
-                await asyncio.sleep(0)
-                started = time.perf_counter()
+        try:
+            await self._apply_batch(batch)
+        except Exception as e:
+            # A fault of ours. Failing here again and again on the same batch would stop the rank
+            # for good; half-applied claims would be wrong. So it costs what the rank holds.
+            log.exception(
+                "apply_failed",
+                worker=str(self.lease.key),
+                seq=frame.seq,
+                error=repr(e),
+                cost="the rank's claims are dropped",
+            )
+            self._counters.add("internal_errors")
+            self.residency.reset(incarnation=True)
         self._applying = False
         self.last_ts = batch.ts
         self._take(frame.seq, batch.ts, frame.digest)
         if self._records >= BURST_RECORDS:
             await self.persist()
+
+    async def _apply_batch(self, batch: Batch) -> None:
+        started = time.perf_counter()
+        for _ in self.residency.apply_steps(batch, now=time.time()):
+            if time.perf_counter() - started > _YIELD_SECONDS:
+                await asyncio.sleep(0)
+                started = time.perf_counter()
 
     def reset(self, *, incarnation: bool) -> None:
         """Drop every claim; with `incarnation`, what the engine has shown of itself too."""
@@ -193,8 +209,12 @@ class RankWriter:
         somebody else owns the rank by then, NotRegistered when it was deregistered.
         """
         attempt = 0
+        rewind: StoreError | None = None
         while True:
             try:
+                if rewind is not None:
+                    await self._rewrite(rewind)
+                    rewind = None
                 await self.flush()
             except StoreUnavailable as e:
                 if attempt == 0:
@@ -207,7 +227,9 @@ class RankWriter:
                 attempt += 1
                 await asyncio.sleep(_pause(attempt))
             except (Diverged, Damaged, NotRegistered) as e:
-                await self._rewrite(e)
+                if isinstance(e, NotRegistered) and isinstance(rewind, NotRegistered):
+                    raise  # not lost: deregistered on purpose
+                rewind = e
             else:
                 if attempt:
                     log.info("store_back", worker=str(self.lease.key), attempts=attempt)
