@@ -41,6 +41,8 @@ log = structlog.get_logger(__name__)
 
 Role = Literal["serve", "sidecar", "scorer"]
 _GAUGE_INTERVAL = 2.0
+_ATTEMPTS = 5
+"""How many timeouts of the store one operation may outlast, with all its retries."""
 _FIRST_LOAD = 30.0
 """Seconds for which the gRPC port is held back for the first load."""
 
@@ -127,6 +129,7 @@ class Daemon:
                 connections=redis.pool_size,
                 connect_timeout=redis.timeout,
                 timeout=redis.timeout,
+                deadline=_ATTEMPTS * redis.timeout,
             )
             store = Store(url, options, self._observe_store)
             stack.push_async_callback(store.close)
@@ -168,6 +171,7 @@ class Daemon:
             lease_ttl=c.ingest.lease_ttl,
             heartbeat=c.ingest.heartbeat,
             event_grace=c.ingest.event_grace,
+            peer_timeout=c.ingest.peer_timeout,
             options=Options(
                 treat_as=dict(c.groups.treat_as),
                 unbound_ttl=c.index.unbound_ttl,

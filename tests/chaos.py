@@ -444,7 +444,7 @@ class Fleet:
             engine.trim()
 
     def settle(self) -> None:
-        """Until the index equals the truth. AssertionError, with the differences, if it never does."""
+        """Until the index equals the truth. AssertionError with the differences if it does not."""
         for name in self._broken_replay:
             self.engines[name].process.call("replay_mode", mode="normal")
         self._broken_replay.clear()

@@ -139,6 +139,9 @@ class IngestConfig(Section, frozen=True, kw_only=True):
     event_grace: Annotated[
         float, Meta(gt=0, description="Time without a connection before a worker turns STALE")
     ] = 30.0
+    peer_timeout: Annotated[
+        float, Meta(gt=0, description="Silence of a peer after which its connection is given up")
+    ] = 15.0
     max_event_bytes: Annotated[int, Meta(ge=1024, description="Largest batch accepted")] = (
         32 * 1024 * 1024
     )

@@ -60,6 +60,7 @@ class IngestSettings(msgspec.Struct, frozen=True, kw_only=True):
     lease_ttl: float = 10.0
     heartbeat: float = 2.0
     event_grace: float = 30.0
+    peer_timeout: float = 15.0
     options: Options = Options()
 
 
@@ -130,6 +131,8 @@ class Session:
                 bind=registration.bind_events,
                 max_event_bytes=settings.max_event_bytes,
                 receive_hwm=settings.receive_hwm,
+                heartbeat_interval=settings.peer_timeout / 3,
+                heartbeat_timeout=settings.peer_timeout,
             ),
             context,
         )
