@@ -66,7 +66,10 @@ class Residency(RankState):
 
     def _dispatch(self, event: object, now: float) -> None:
         if isinstance(event, BlockStored):
-            self._stored(event, now)
+            try:
+                self._stored(event, now)
+            except OverflowError:  # raised before anything is changed
+                self.counters["dropped:too_many_groups"] += 1
         elif isinstance(event, BlockRemoved):
             self._removed(event)
         elif isinstance(event, Rejected):
