@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -38,26 +38,19 @@ class Stream:
         assert list(self._answers) == []
 
 
-def watch(daemon: Daemon) -> tuple[list[int], threading.Thread]:
+def watch(daemon: Daemon) -> list[int]:
     """What health says, change by change."""
     seen: list[int] = []
     stub = health_pb2_grpc.HealthStub(daemon.channel)
     answers = stub.Watch(health_pb2.HealthCheckRequest(service="readiness"))
 
     def read() -> None:
-        try:
-            seen.extend(a.status for a in iter(lambda: _noted(seen, answers), None))
-        except (grpc.RpcError, StopIteration):
-            return
+        with contextlib.suppress(grpc.RpcError):
+            for answer in answers:
+                seen.append(answer.status)
 
-    thread = threading.Thread(target=read, daemon=True)
-    thread.start()
-    return seen, thread
-
-
-def _noted(seen: list[int], answers: Iterator[health_pb2.HealthCheckResponse]) -> None:
-    seen.append(next(answers).status)
-    return _noted(seen, answers)
+    threading.Thread(target=read, daemon=True).start()
+    return seen
 
 
 def test_an_orderly_end() -> None:
@@ -70,7 +63,7 @@ def test_an_orderly_end() -> None:
             for n in range(10):
                 engine.publish([stored(n)])
             one.until_seq("w", 9)
-            health, _ = watch(one)
+            health = watch(one)
             stream = Stream(one)
             assert stream.ask().scores[0].matched_tokens == 16
             one.until(lambda: health, "health answers")

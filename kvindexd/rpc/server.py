@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,6 +39,33 @@ def options(max_message_bytes: int) -> list[tuple[str, int]]:
     ]
 
 
+class _Health(health.aio.HealthServicer):
+    """A watch has no end of its own: without this, one of them holds a stopping server up for the
+    whole grace time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ending = asyncio.Event()
+
+    async def Watch(
+        self,
+        request: health_pb2.HealthCheckRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> None:
+        """Tell every change, and at the end that it is the end."""
+        watching = asyncio.create_task(super().Watch(request, context))
+        ending = asyncio.create_task(self.ending.wait())
+        try:
+            await asyncio.wait((watching, ending), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (watching, ending):
+                task.cancel()
+            await asyncio.wait((watching, ending))
+        await context.write(
+            health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.NOT_SERVING)
+        )
+
+
 class RpcServer:
     """Owns the listening socket. `start`, then `set_ready`, then `stop`."""
 
@@ -45,7 +73,7 @@ class RpcServer:
         self._listen = listen
         self._grace = grace_seconds
         self._server = grpc.aio.server(options=options(max_message_bytes))
-        self._health = health.aio.HealthServicer()
+        self._health = _Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(
             (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
@@ -80,6 +108,7 @@ class RpcServer:
     async def stop(self) -> None:
         """NOT_SERVING first; calls in flight get the grace time, new ones are refused."""
         await self._health.enter_graceful_shutdown()
+        self._health.ending.set()
         await self._server.stop(self._grace)
         await self._server.wait_for_termination(self._grace)
 
