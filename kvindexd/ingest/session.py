@@ -46,6 +46,8 @@ RESYNC = "resync"
 """What an operator may ask of a rank's owner, see Store.ask."""
 _INBOX = 64
 _BURST = 256
+_FLAP = 0.05
+"""Seconds between heartbeats at least."""
 
 
 class IngestSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,6 +150,8 @@ class Session:
         )
         self._tasks: asyncio.TaskGroup | None = None
         self._replaying: tuple[int, asyncio.Task[None]] | None = None
+        self._changed = asyncio.Event()
+        self._told = ""
         self.lost = 0
         self.sync_reason = "reading the store"
         self._loaded = False
@@ -206,6 +210,8 @@ class Session:
             if self.writer.residency.needs_replay:
                 self.writer.residency.needs_replay = False
                 await self._carry_out(self._sequencer.resync(now))
+            if self._judge(self._subscriber.link, self, now)[0] != self._told:
+                self._changed.set()
             await self.writer.persist()
 
     async def _next(self) -> list[_Item]:
@@ -225,6 +231,7 @@ class Session:
         while True:
             now = time.time()
             state, detail = self._judge(link, self, now)
+            self._told = state
             evidence = {
                 "state": state,
                 "detail": detail,
@@ -245,7 +252,17 @@ class Session:
                 if not down:
                     down = True
                     self._log.warning("heartbeat_failed", error=str(e))
-            await asyncio.sleep(self._settings.heartbeat)
+            await self._until_due()
+
+    async def _until_due(self) -> None:
+        """A heartbeat's interval, or less when the state changes: until it is told, answers go on
+        vouching for a rank that has a hole. A state that flaps is told a few times a second."""
+        pause = min(_FLAP, self._settings.heartbeat)
+        await asyncio.sleep(pause)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.heartbeat - pause):
+                await self._changed.wait()
+        self._changed.clear()
 
     # -- what happens -------------------------------------------------------------------------
 

@@ -188,6 +188,9 @@ class RankIngest:
             return "LIVE", problem
         if session.lost:
             return "LIVE", f"{session.lost} batches were lost and their claims kept; {words}"
+        claimed = session.writer.claimed_rank
+        if claimed is not None:
+            words += f"; its batches say rank {claimed}: check that the endpoint is this rank's"
         if session.writer.residency.catalogue.groups:
             return "LIVE", words
         return "LIVE", f"no events yet; {words}"

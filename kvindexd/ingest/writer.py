@@ -73,6 +73,8 @@ class RankWriter:
         self._sequencer_state = sequencer_state
         self.residency = Residency(options)
         self.last_ts = 0.0
+        self.claimed_rank: int | None = None
+        """A rank other than the registered one that the engine's batches name, if they do."""
         self._queue: list[BatchDelta] = []
         self._records = 0
         self._residency_state = b""
@@ -116,8 +118,7 @@ class RankWriter:
             batch = Batch(frame.ts if frame.ts is not None else self.last_ts, [])
         self._counters.batch(batch)
         if batch.rank is not None and batch.rank != self.lease.key.dp_rank:
-            # What a stream says belongs to the rank that it is registered as, whatever it claims.
-            self._counters.add("rank_mismatch")
+            self._another_rank(batch.rank)
         if self._events is not None:
             self._events(frame, batch)
         self._applying = True
@@ -147,6 +148,19 @@ class RankWriter:
             if time.perf_counter() - started > _YIELD_SECONDS:
                 await asyncio.sleep(0)
                 started = time.perf_counter()
+
+    def _another_rank(self, claimed: int) -> None:
+        """What a stream says belongs to the rank that it is registered as, whatever it claims."""
+        self._counters.add("rank_mismatch")
+        if self.claimed_rank != claimed:
+            self.claimed_rank = claimed
+            log.warning(
+                "rank_mismatch",
+                worker=str(self.lease.key),
+                registered=self.lease.key.dp_rank,
+                claimed=claimed,
+                cost="none, if the endpoint is right: what comes from it is the registered rank's",
+            )
 
     def reset(self, *, incarnation: bool) -> None:
         """Drop every claim; with `incarnation`, what the engine has shown of itself too."""
