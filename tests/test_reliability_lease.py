@@ -134,3 +134,26 @@ def test_a_rank_without_lease_turns_stale_in_seconds_and_is_left_out(url: str) -
         assert "lapsed" in scorer.worker("w").detail
         kept = scorer.score([*range(48), 1], include_stale=True)["w"]
         assert kept.matched_tokens == 48
+
+
+def test_an_emptied_store_is_left_to_the_owner_who_has_the_only_copy(
+    url: str, redis: servers.Server
+) -> None:
+    """The engine is idle and has no replay: a standby that took the rank would find nothing."""
+    one, two = (Daemon(**SETTINGS, redis__url=url) for _ in range(2))
+    with FakeEngine(replay_port=None) as engine, running(one, two):
+        one.register("w", engine.endpoint())
+        one.until(lambda: one.worker("w").owner, "somebody owns it")
+        two.until(lambda: two.worker("w").owner, "two knows it")
+        owner = one if owns(one) else two
+        engine.wait_subscribed()
+        engine.publish([stored(0, 5)])
+        for daemon in (one, two):
+            daemon.until_seq("w", 0)
+        for n in range(1, 4):
+            redis("FLUSHALL")
+            owner.until(lambda n=n: len(owner.events("store_rewritten")) == n, "written anew")
+            for daemon in (one, two):
+                daemon.until(lambda d=daemon: matched(d, 5) == 5, "whole")
+        assert owns(owner)
+        assert not owner.events("rank_stepped_down")
