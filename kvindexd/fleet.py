@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import ipaddress
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -72,18 +74,57 @@ class Chosen:
         ]
 
 
-def names_of(registration: Registration) -> set[str]:
-    """Everything a gateway may call a worker: id, address, host alone, aliases."""
-    host, _, port = registration.address.rpartition(":")
-    names = {registration.worker_id, registration.address, *registration.aliases}
-    if host and port.isdigit():
-        names |= {host, host.strip("[]")}
-    return names - {""}
+def names_of(registration: Registration) -> frozenset[str]:
+    """Everything a gateway may call a worker, normalised: its id and aliases; its address and those
+    of its aliases, with and without the port."""
+    return _names(registration.worker_id, registration.address, registration.aliases)
+
+
+@functools.lru_cache(maxsize=8192)
+def _names(worker_id: str, address: str, aliases: tuple[str, ...]) -> frozenset[str]:
+    names = {worker_id}
+    _, port = _split(address)
+    for text in (address, *aliases):
+        host, own_port = _split(text)
+        # A pod may be known by an address that was registered without the port it serves on.
+        names |= {text.strip(), host, _join(host, own_port or port)}
+    return frozenset(names - {""})
+
+
+def normal(name: str) -> str:
+    """One spelling per address: IPv6 in its short form, and in brackets only before a port."""
+    return _join(*_split(name))
+
+
+def _join(host: str, port: str) -> str:
+    if not port:
+        return host
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _split(text: str) -> tuple[str, str]:
+    """(host, port) of an address, the port "" where there is none; any other text as it is."""
+    text = text.strip()
+    if text.startswith("["):
+        inner, closed, rest = text[1:].partition("]")
+        if closed and (not rest or (rest[0] == ":" and rest[1:].isdigit())):
+            return _short(inner), rest[1:]
+    if text.count(":") > 1:
+        return _short(text), ""
+    host, _, port = text.rpartition(":")
+    return (host, port) if host and port.isdigit() else (text, "")
+
+
+def _short(host: str) -> str:
+    try:
+        return str(ipaddress.IPv6Address(host))
+    except ValueError:
+        return host
 
 
 def select(members: Sequence[Member], wanted: Filter) -> list[Member]:
     """The members that a filter lets through, in their order."""
-    names = {n.strip() for n in wanted.names}
+    names = {text for n in wanted.names for text in (n.strip(), normal(n))}
     return [
         m
         for m in members

@@ -177,7 +177,7 @@ class PickConfig(Section, frozen=True, kw_only=True):
     ] = 300.0
     recent_half_life: Annotated[
         float, Meta(gt=0, description="Half-life of the load that recent picks leave behind")
-    ] = 1.0
+    ] = 0.1
     max_requests: Annotated[
         int, Meta(ge=1, description="Picks remembered as in flight, per scorer")
     ] = 100_000

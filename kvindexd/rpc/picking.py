@@ -115,6 +115,7 @@ class Picking:
     async def _gauges(self) -> None:
         while True:
             self.picker.ledger.expire(time.monotonic())
+            self.picker.predictions.expire(time.monotonic())
             self._metrics.requests_in_flight.set(len(self.picker.ledger))
             for view in self._replica.workers():
                 gauge = self._metrics.worker_drifting.labels(str(view.key))

@@ -14,7 +14,7 @@ from kvindexd.model import WorkerKey
 from kvindexd.scoring.cost import IDLE, Load
 
 Keys = npt.NDArray[np.uint64]
-_NEGLIGIBLE = 1e-6
+_NEGLIGIBLE = 1e-3
 
 
 class Flight(NamedTuple):

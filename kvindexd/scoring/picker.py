@@ -30,7 +30,7 @@ class PickSettings(NamedTuple):
     weights: Weights = Weights()
     prediction_ttl: float = 2.0
     lease: float = 300.0
-    half_life: float = 1.0
+    half_life: float = 0.1
     max_requests: int = 100_000
     drift: DriftOptions = DriftOptions()
 

@@ -80,6 +80,11 @@ class Predictions:
         self._expire(worker, rank, now)
         return bool(rank.blocks or rank.ends)
 
+    def expire(self, now: float) -> None:
+        """Let go of all whose time is up, on ranks too that nobody asks about."""
+        for worker, rank in list(self._ranks.items()):
+            self._expire(worker, rank, now)
+
     def run(self, worker: WorkerKey, names: Sequence[int], start: int, now: float) -> int:
         """The index behind the predicted names that follow each other from `start` on."""
         rank = self._ranks.get(worker)
