@@ -126,7 +126,7 @@ def test_an_empty_prompt_and_an_empty_worker_answer_zero() -> None:
 
 @pytest.mark.parametrize(
     ("window", "blocks"),
-    [(1, 0), (2, 1), (16, 1), (17, 1), (18, 2), (33, 2), (34, 3), (64, 4), (65, 4), (66, 5)],
+    [(1, 1), (2, 1), (16, 1), (17, 1), (18, 2), (33, 2), (34, 3), (64, 4), (65, 4), (66, 5)],
 )
 def test_a_window_needs_the_blocks_that_its_tokens_touch(window: int, blocks: int) -> None:
     groups = [FULL16, (WINDOW, 16, window)]
@@ -252,13 +252,35 @@ def test_two_main_groups_of_one_size_take_the_shorter_run() -> None:
 
 
 def test_a_partial_entry_extends_a_run_of_full_blocks() -> None:
-    groups = [(FULL, 64, 0)]
-    held: dict[tuple[int, int, int], Any] = {(0, DEV, 64): [64], (0, DEV, 16): [96]}
+    groups = [(FULL, 64, 0), (MAMBA, 64, 0)]
+    held: dict[tuple[int, int, int], Any] = {
+        (0, DEV, 64): [64],
+        (0, DEV, 16): [96],
+        (1, DEV, 64): [64],
+        (1, DEV, 16): [96],
+    }
     found = run(groups, 129, held)
     assert (int(found.matched[0]), int(found.reusable[0])) == (96, 96)
     assert reuse(groups, 96, held) == 64
     held[0, DEV, 64] = []
     assert reuse(groups, 129, held) == 0
+
+
+def test_a_partial_entry_counts_only_where_a_state_group_has_such_too() -> None:
+    held: dict[tuple[int, int, int], Any] = {(0, DEV, 64): [64], (0, DEV, 16): [96]}
+    found = run([(FULL, 64, 0)], 129, held)
+    assert (int(found.matched[0]), int(found.reusable[0])) == (64, 64)
+    held |= {(1, DEV, 16): upto(128)}
+    assert reuse([(FULL, 64, 0), (WINDOW, 16, 17)], 129, held) == 64
+    states = [(FULL, 64, 0), (MAMBA, 64, 0), (WINDOW, 32, 33)]
+    held = {
+        (0, DEV, 64): [64],
+        (0, DEV, 16): [96],
+        (1, DEV, 16): [96],
+        (1, DEV, 64): [64],
+        (2, DEV, 32): [32, 64, 96],
+    }
+    assert reuse(states, 129, held) == 64  # such windows know whole blocks alone
 
 
 def test_partial_entries_of_states() -> None:
@@ -299,7 +321,22 @@ def test_eagle_on_windows_alone_drops_and_checks_again() -> None:
     held = {(0, DEV, 16): [48, 64, 128, 144, 160]}
     assert reuse([(WINDOW, 16, 33)], 161, held, options=eagle) == 144
     held = {(0, DEV, 16): [48, 64, 144, 160]}
-    assert reuse([(WINDOW, 16, 33)], 161, held, options=eagle) == 64
+    assert reuse([(WINDOW, 16, 33)], 161, held, options=eagle) == 0
+    held = {(0, DEV, 16): [32, 48, 64, 144, 160]}
+    assert reuse([(WINDOW, 16, 33)], 161, held, options=eagle) == 48
+    assert reuse([(WINDOW, 16, 33)], 161, {(0, DEV, 16): upto(32)}, options=eagle) == 16
+
+
+def test_eagle_drops_a_block_of_the_run_before_it_is_aligned() -> None:
+    eagle = WorkerOptions(eagle=True)
+    groups = [FULL16, (MAMBA, 32, 0)]
+    held = {(0, DEV, 16): upto(48), (1, DEV, 32): [32, 64]}
+    assert reuse(groups, 161, held, options=eagle) == 32
+    held[0, DEV, 16] = upto(32)
+    assert reuse(groups, 161, held, options=eagle) == 0
+    fine = {(0, DEV, 64): [64, 128], (1, DEV, 64): [64], (1, DEV, 16): [112]}
+    groups = [(FULL, 64, 0), (MAMBA, 64, 0)]
+    assert reuse(groups, 161, fine, options=eagle) == 112
 
 
 # -- tiers ----------------------------------------------------------------------------------------
@@ -332,9 +369,11 @@ def test_matched_counts_a_block_in_whatever_tier() -> None:
 
 def test_offloaded_chunks_load_only_whole() -> None:
     held = {(0, DEV, 16): [16], (0, HOST, 64): [64]}
-    assert tiers([FULL16], 161, held) == (16, 48, 0)
+    assert tiers([FULL16], 161, held) == (16, 0, 0)  # no load is smaller than a chunk
+    held = {(0, DEV, 16): [16], (0, HOST, 64): [64, 128]}
+    assert tiers([FULL16], 161, held) == (16, 112, 0)
     held = {(0, DEV, 16): upto(80), (0, HOST, 64): [64, 128]}
-    assert tiers([FULL16], 161, held) == (80, 48, 0)
+    assert tiers([FULL16], 161, held) == (80, 0, 0)
     assert int(run([FULL16], 161, held).matched[0]) == 128
 
 

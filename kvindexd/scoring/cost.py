@@ -63,10 +63,11 @@ def ceiling(geometry: Geometry, tokens: int) -> int:
     """The most tokens that any worker of a geometry could reuse: one is always computed, and EAGLE
     drops a block."""
     align = geometry.alignment
-    most = max(0, tokens - (2 if geometry.pairs else 1)) // align * align
+    most = max(0, tokens - (2 if geometry.pairs else 1))
     if geometry.options.eagle:
-        most = max(0, most - geometry.block_size) // align * align
-    return most
+        step = min(align, geometry.block_size)
+        most = max(0, most // step * step - step)
+    return most // align * align
 
 
 def miss_blocks(

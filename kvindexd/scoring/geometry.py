@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvindexd.groups import (
@@ -11,6 +12,7 @@ from kvindexd.groups import (
     CHUNK_KINDS,
     MAIN_KINDS,
     STATE_KINDS,
+    WINDOW_KINDS,
     Treatment,
 )
 from kvindexd.model import Plane, Profile, Tier
@@ -35,7 +37,7 @@ class Spec(NamedTuple):
 
     @property
     def partial(self) -> tuple[int, ...]:
-        """Sizes of partial entries on the device, smallest first."""
+        """The size of partial entries on the device that hits may end at; at most one."""
         return tuple(s for s in self.sizes[Tier.DEVICE] if s < self.block_size)
 
 
@@ -83,15 +85,12 @@ def geometry(profile: Profile, options: WorkerOptions, hybrid: bool = True) -> G
             for t in (Tier.DEVICE, Tier.HOST, Tier.STORAGE)
         )
         specs[key] = Spec(g.kind, g.block_size, g.window, g.idx, sizes)  # type: ignore[arg-type]  # three tiers
+    fine = _fine_hits(specs.values())
     treated = {(g.kind, g.block_size, g.window): g.treated_as for g in profile.groups}
-    main = tuple(s for k, s in specs.items() if treated[k] == Treatment.MAIN)
-    auxiliary = tuple(s for k, s in specs.items() if treated[k] != Treatment.MAIN)
+    main = tuple(_fitted(s, fine) for k, s in specs.items() if treated[k] == Treatment.MAIN)
+    auxiliary = tuple(_fitted(s, fine) for k, s in specs.items() if treated[k] != Treatment.MAIN)
     used = main + (auxiliary if hybrid else ())
-    partial = [p for s in used for p in s.partial]
-    if partial:
-        alignment = math.gcd(*partial)
-    else:
-        alignment = math.lcm(*(s.block_size for s in used)) if used else 1
+    alignment = fine or (math.lcm(*(s.block_size for s in used)) if used else 1)
     lowest = main or auxiliary
     return Geometry(
         profile.unit,
@@ -103,6 +102,29 @@ def geometry(profile: Profile, options: WorkerOptions, hybrid: bool = True) -> G
         lowest[0].block_size if lowest else 0,
         options,
     )
+
+
+def _fine_hits(specs: Iterable[Spec]) -> int:
+    """The hash block size in tokens where hits may end inside a block, else 0.
+
+    An engine registers partial entries of its main groups whenever hashes are finer than blocks,
+    and looks them up only where a state group has finer hashes too and no group that knows whole
+    blocks alone (windows, chunks) has another block size (04-scoring.md section 1).
+    """
+    shown = list(specs)
+    states = [p for s in shown if s.kind in STATE_KINDS for p in s.partial]
+    if not states:
+        return 0
+    fine = math.gcd(*states)
+    whole = (s.block_size for s in shown if s.kind in WINDOW_KINDS | CHUNK_KINDS)
+    return fine if all(size == fine for size in whole) else 0
+
+
+def _fitted(spec: Spec, fine: int) -> Spec:
+    """A spec without the sizes of partial entries that no hit can end at."""
+    device, host, storage = spec.sizes
+    kept = tuple(s for s in device if s >= spec.block_size or s == fine)
+    return spec if kept == device else spec._replace(sizes=(kept, host, storage))
 
 
 def blocks_back(spec: Spec, chunk_size: int) -> int | None:
@@ -117,4 +139,4 @@ def blocks_back(spec: Spec, chunk_size: int) -> int | None:
         return None
     if spec.kind in CHUNK_KINDS:
         return chunk_size // spec.block_size if chunk_size else None
-    return -(-(spec.window - 1) // spec.block_size) if spec.window else None
+    return max(1, -(-(spec.window - 1) // spec.block_size)) if spec.window else None

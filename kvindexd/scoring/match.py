@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvindexd.groups import CHUNK_KINDS, STATE_KINDS
+from kvindexd.groups import CHUNK_KINDS, STATE_KINDS, WINDOW_KINDS
 from kvindexd.model import Plane, Tier
 from kvindexd.scoring.geometry import Geometry, Spec, blocks_back
 
@@ -115,10 +115,21 @@ def match(
             reach.append(reach[-1])
         else:
             view.add_tier(tier, reach[-1])
-            reach.append(np.maximum(reach[-1], _reusable(view, tokens)))
-    specs = geometry.main + geometry.auxiliary
-    limits = tuple(_last(_valid(view, s, tokens), geometry.alignment) for s in specs)
+            farther = _reusable(view, tokens)
+            least = _least_load(geometry, tier)
+            reach.append(np.where(farther - reach[-1] >= least, farther, reach[-1]))
+    most = np.full(view.workers, _cap(geometry, tokens), np.int64)
+    limits = (
+        *(_main_reach(view, s, most, 0) for s in geometry.main),
+        *(_last(_valid(view, s, tokens), geometry.alignment) for s in geometry.auxiliary),
+    )
     return Match(matched, reach[2], (reach[0], reach[1] - reach[0], reach[2] - reach[1]), limits)
+
+
+def _least_load(geometry: Geometry, tier: int) -> int:
+    """The fewest tokens that an engine loads from a tier: one chunk, where it keeps nothing
+    smaller there."""
+    return max((min(s.sizes[tier]) for s in geometry.main if s.sizes[tier]), default=1)
 
 
 def _cap(geometry: Geometry, tokens: int) -> int:
@@ -151,7 +162,8 @@ def _matched(view: _View, tokens: int, *, device_only: bool) -> Ints:
         held = view.entries(spec, spec.block_size) if device_only else view.any_tier(spec)
         end = _prefix(held) * spec.block_size
         for entry in spec.partial:
-            end = np.maximum(end, _partial_end(view.entries(spec, entry), end, entry, spec))
+            whole = np.full(view.workers, tokens, np.int64)
+            end = _partial_end(view.entries(spec, entry), end, entry, spec, whole)
         ends.append(end)
     lowest = np.minimum.reduce(ends)
     # Groups that end apart meet at a boundary of them all; a partial entry is no such boundary.
@@ -159,37 +171,59 @@ def _matched(view: _View, tokens: int, *, device_only: bool) -> Ints:
     return np.asarray(np.where(lowest == np.maximum.reduce(ends), lowest, lowest // grid * grid))
 
 
-def _partial_end(held: Bools, full: Ints, entry: int, spec: Spec) -> Ints:
-    """The farthest partial entry inside the block behind the full run, or the run's own end."""
+def _main_reach(view: _View, spec: Spec, limit: Ints, drop: int) -> Ints:
+    """How far a main spec alone reaches up to `limit` tokens: its run of full blocks, then the
+    farthest partial entry inside the next one, less `drop` tokens where it reaches at all.
+
+    Every boundary before that is as good: attention over fewer tokens of a block needs no more.
+    """
+    size, align = spec.block_size, view.geometry.alignment
+    reach = np.minimum(_prefix(view.entries(spec, size)), limit // size) * size
+    for entry in spec.partial:
+        reach = _partial_end(view.entries(spec, entry), reach, entry, spec, limit)
+    return np.asarray(np.maximum(reach - drop, 0) // align * align)
+
+
+def _partial_end(held: Bools, full: Ints, entry: int, spec: Spec, limit: Ints) -> Ints:
+    """The farthest partial entry inside the block behind the full run and within `limit`, or the
+    run's own end."""
     best = full.copy()
     for j in range(1, spec.block_size // entry):
         end = full + j * entry
         row = end // entry - 1
-        inside = row < len(held)
-        hit = np.zeros_like(inside)
-        columns = np.nonzero(inside)[0]
+        columns = np.nonzero((row < len(held)) & (end <= limit))[0]
+        hit = np.zeros(len(full), bool)
         hit[columns] = held[row[columns], columns]
         best = np.where(hit, end, best)
     return best
 
 
-def _valid(view: _View, spec: Spec, tokens: int) -> Bools:
-    """Per aligned boundary up to the cap, whether this spec alone can resume there."""
+def _valid(view: _View, spec: Spec, tokens: int, *, ahead: bool = False) -> Bools:
+    """Per aligned boundary up to the cap, whether this auxiliary spec alone can resume there.
+
+    `ahead`: the block behind the boundary must be held too, as EAGLE drops it.
+    """
     geometry = view.geometry
     align, size = geometry.alignment, spec.block_size
-    count = _cap(geometry, tokens) // align
-    ends = (np.arange(count, dtype=np.int64) + 1) * align
+    cap = _cap(geometry, tokens)
+    ends = (np.arange(cap // align, dtype=np.int64) + 1) * align
     held = view.entries(spec, size)
-    full = _valid_full(held, spec, ends, geometry.options.chunk_size)
-    whole = (ends % size == 0)[:, None]
-    out: Bools = np.asarray(full & whole)
+    if ahead and spec.kind in WINDOW_KINDS:
+        full = _valid_full(held, spec, ends + size, geometry.options.chunk_size, more=1)
+        full &= (ends + size <= cap)[:, None]
+    else:
+        full = _valid_full(held, spec, ends, geometry.options.chunk_size)
+    out: Bools = np.asarray(full & (ends % size == 0)[:, None])
     for entry in spec.partial:
-        out |= ~whole & _valid_partial(view.entries(spec, entry), spec, ends, entry, held)
+        out |= _ends_at(view.entries(spec, entry), ends, entry)
     return out
 
 
-def _valid_full(held: Bools, spec: Spec, ends: Ints, chunk: int) -> Bools:
-    """Validity by whole blocks at `ends` (read only where ends are multiples of the size)."""
+def _valid_full(held: Bools, spec: Spec, ends: Ints, chunk: int, *, more: int = 0) -> Bools:
+    """Validity by whole blocks at `ends` (read only where ends are multiples of the size).
+
+    `more`: blocks needed beyond what a window alone asks for.
+    """
     rows = ends // spec.block_size - 1
     safe = np.clip(rows, 0, max(0, len(held) - 1))
     if not len(held):
@@ -203,24 +237,17 @@ def _valid_full(held: Bools, spec: Spec, ends: Ints, chunk: int) -> Bools:
     if spec.kind in CHUNK_KINDS:
         need = rows + 1 - ends // chunk * chunk // spec.block_size
     else:
-        need = np.minimum(rows + 1, back)
+        need = np.minimum(rows + 1, back + more)
     return np.asarray(_runs(held)[safe] >= need[:, None])
 
 
-def _valid_partial(held: Bools, spec: Spec, ends: Ints, entry: int, full: Bools) -> Bools:
-    """Validity inside a block: the partial entry that ends there, and for main groups every full
-    block before it (partial-hash models, 04-scoring.md section 1)."""
+def _ends_at(held: Bools, ends: Ints, entry: int) -> Bools:
+    """Where an entry of `entry` tokens ends at each boundary: a state inside a block."""
     out = np.zeros((len(ends), held.shape[1]), bool)
-    on_grid = np.nonzero(ends % entry == 0)[0]
-    if not len(held) or not len(on_grid):
-        return out
-    rows = ends[on_grid] // entry - 1
-    keep = rows < len(held)
-    out[on_grid[keep]] = held[rows[keep]]
-    if spec.kind in STATE_KINDS:
-        return out
-    depth = _prefix(full)
-    return np.asarray(out & ((ends // spec.block_size)[:, None] <= depth[None, :]))
+    rows = ends // entry - 1
+    keep = (ends % entry == 0) & (rows < len(held))
+    out[keep] = held[rows[keep]]
+    return out
 
 
 def _last(valid: Bools, align: int) -> Ints:
@@ -234,17 +261,18 @@ def _last(valid: Bools, align: int) -> Ints:
 def _reusable(view: _View, tokens: int) -> Ints:
     """The largest boundary valid for all groups at once, after what EAGLE drops."""
     geometry = view.geometry
-    align = geometry.alignment
-    main = [_valid(view, s, tokens) for s in geometry.main]
-    aux = [_valid(view, s, tokens) for s in geometry.auxiliary]
-    if not geometry.options.eagle:
-        return _last(np.logical_and.reduce(main + aux), align)
-    if main:
-        start = _last(np.logical_and.reduce(main), align)
-        valid = np.logical_and.reduce(aux) if aux else np.ones_like(main[0])
-    else:
-        valid = np.logical_and.reduce(aux)
-        start = _last(valid, align)
-    limit = np.maximum(0, start - geometry.block_size)
+    align, eagle = geometry.alignment, geometry.options.eagle
+    cap = _cap(geometry, tokens)
+    reach = np.full(view.workers, cap, np.int64)
+    for spec in geometry.main:
+        drop = min(align, spec.block_size) if eagle else 0
+        margin = np.minimum(reach + drop, cap)
+        reach = np.minimum(reach, _main_reach(view, spec, margin, drop))
+    if not geometry.auxiliary:
+        return reach
+    ahead = eagle and not geometry.main
+    valid = np.logical_and.reduce(
+        [_valid(view, s, tokens, ahead=ahead) for s in geometry.auxiliary]
+    )
     ends = (np.arange(len(valid), dtype=np.int64) + 1) * align
-    return _last(valid & (ends[:, None] <= limit[None, :]), align)
+    return _last(valid & (ends[:, None] <= reach[None, :]), align)
