@@ -311,7 +311,7 @@ class Daemon:
         server = RpcServer(c.server.listen, c.server.max_message_bytes, c.server.grace_seconds)
         index = self._picking.service(fleet)
         server.add(lambda s: add_index(s, index))
-        admin = AdminService(store, fleet, tail)
+        admin = AdminService(store, fleet, tail, audit=self._picking.picker.drift.audit)
         server.add(lambda s: add_admin(s, admin))
         await self._first_load(replica)
         self._bound["grpc"] = await server.start()

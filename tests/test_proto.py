@@ -65,8 +65,18 @@ MESSAGES = {
         "20 uint32 chunk_size, 21 bool reports_reuse, 22 bool hidden_groups, "
         "30 WorkerState state, 31 uint64 epoch, 32 uint64 revision, 33 int64 last_seq, "
         "34 map<string,uint64> blocks, 35 Group groups*, 36 map<string,uint64> counters, "
-        "37 uint64 last_event_ms_ago, 38 string owner, 39 string detail"
+        "37 uint64 last_event_ms_ago, 38 string owner, 39 string detail, "
+        "40 EngineLoad engine_load"
     ),
+    "EngineLoad": "1 uint32 running, 2 uint32 waiting, 3 double cache_usage, 4 uint64 age_ms",
+    "AuditRequest": "1 string worker_id, 2 string namespace",
+    "WorkerAudit": (
+        "1 string worker_id, 2 uint32 dp_rank, 3 string namespace, 4 uint64 outcomes, "
+        "5 uint64 predicted_tokens, 6 uint64 resting_tokens, 7 uint64 actual_tokens, "
+        "8 uint64 prompt_tokens, 9 uint64 over, 10 uint64 under, 11 uint64 miscounted, "
+        "12 uint32 window, 13 double window_error, 14 bool drifting, 15 uint32 resyncs"
+    ),
+    "AuditResponse": "1 WorkerAudit workers*",
     "Group": (
         "1 uint32 idx, 2 string kind, 3 uint32 block_size, 4 uint32 sliding_window, "
         "5 string treated_as, 6 uint64 stores"
@@ -126,6 +136,7 @@ SERVICES = {
         "IndexStats": "IndexStatsRequest -> IndexStatsResponse",
         "WatchWorkers": "WatchWorkersRequest -> stream WatchWorkersResponse",
         "TailWorker": "TailWorkerRequest -> stream TailWorkerResponse",
+        "Audit": "AuditRequest -> AuditResponse",
     },
 }
 

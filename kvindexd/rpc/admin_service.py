@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -19,6 +19,7 @@ from kvindexd.rpc import codec
 from kvindexd.rpc.errors import NotFound, RequestError, Unavailable
 from kvindexd.rpc.fleet_view import FleetView
 from kvindexd.rpc.tailing import Tail
+from kvindexd.scoring.outcomes import Audit
 from kvindexd.store import Store
 from kvindexd.store.errors import NotRegistered, StoreError
 from kvindexd.v1 import index_pb2 as pb
@@ -44,12 +45,15 @@ class AdminService(index_pb2_grpc.KVIndexAdminServicer):
         tail: Callable[[WorkerKey], Tail | None],
         *,
         check_endpoint: Callable[[str], None] = lambda _: None,
+        audit: Callable[[], Sequence[Audit]] = tuple,
     ) -> None:
-        """`tail`: the local ingester's event stream of a rank, None where it is elsewhere."""
+        """`tail`: the local ingester's event stream of a rank, None where it is elsewhere.
+        `audit`: how this server's picks turned out, by rank."""
         self._store = store
         self._fleet = fleet
         self._tail = tail
         self._check_endpoint = check_endpoint
+        self._audit = audit
 
     # -- writing ------------------------------------------------------------------------------
 
@@ -284,6 +288,17 @@ class AdminService(index_pb2_grpc.KVIndexAdminServicer):
                     message.last_event_ms_ago = age
                     yield pb.WatchWorkersResponse(worker=message)
             await asyncio.sleep(_WATCH_INTERVAL)
+
+    async def Audit(self, request: pb.AuditRequest, context: Context) -> pb.AuditResponse:
+        """Promises against outcomes of the picks made here."""
+        return pb.AuditResponse(
+            workers=[
+                codec.audit_message(row)
+                for row in self._audit()
+                if request.worker_id in ("", row.worker.worker_id)
+                and request.namespace in ("", row.worker.namespace)
+            ]
+        )
 
     async def TailWorker(
         self, request: pb.TailWorkerRequest, context: Context

@@ -7,6 +7,7 @@ import time
 from kvindexd.model import GroupInfo, WorkerKey
 from kvindexd.registration import Registration
 from kvindexd.rpc.errors import RequestError
+from kvindexd.scoring.outcomes import Audit
 from kvindexd.scoring.scorer import Scored
 from kvindexd.v1 import index_pb2 as pb
 
@@ -118,6 +119,27 @@ def held_message(scored: Scored) -> pb.WorkerScore:
         block_size=scored.block_size,
         reason=scored.reason,
         upper_bound=scored.upper_bound,
+    )
+
+
+def audit_message(row: Audit) -> pb.WorkerAudit:
+    """One line of an Audit answer."""
+    return pb.WorkerAudit(
+        worker_id=row.worker.worker_id,
+        dp_rank=row.worker.dp_rank,
+        namespace=row.worker.namespace,
+        outcomes=row.outcomes,
+        predicted_tokens=row.predicted_tokens,
+        resting_tokens=row.resting_tokens,
+        actual_tokens=row.actual_tokens,
+        prompt_tokens=row.prompt_tokens,
+        over=row.over,
+        under=row.under,
+        miscounted=row.miscounted,
+        window=row.window,
+        window_error=row.window_error,
+        drifting=row.drifting,
+        resyncs=row.resyncs,
     )
 
 

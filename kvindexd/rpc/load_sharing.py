@@ -134,8 +134,8 @@ class LoadSharing:
                 started = time.monotonic()
                 await self._round()
                 spent = time.monotonic() - started
-                # A slow store is not asked more than a fifth of the time.
-                await asyncio.sleep(max(self._interval - spent, spent * 4, 0.01))
+                # A slow store is not asked all the time.
+                await asyncio.sleep(max(self._interval - spent, min(spent * 4, 1.0), 0.01))
         finally:
             await self._withdraw()
 

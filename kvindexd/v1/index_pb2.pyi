@@ -294,7 +294,7 @@ class PairWorkersResponse(_message.Message):
     def __init__(self, pairs: _Optional[_Iterable[_Union[WorkerPair, _Mapping]]] = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("worker_id", "dp_rank", "dp_size", "model", "namespace", "address", "kv_events_endpoint", "replay_endpoint", "topic", "block_size", "engine", "role", "kv_layout", "tp_size", "num_kv_heads", "labels", "eagle", "bind_events", "aliases", "chunk_size", "reports_reuse", "hidden_groups", "state", "epoch", "revision", "last_seq", "blocks", "groups", "counters", "last_event_ms_ago", "owner", "detail")
+    __slots__ = ("worker_id", "dp_rank", "dp_size", "model", "namespace", "address", "kv_events_endpoint", "replay_endpoint", "topic", "block_size", "engine", "role", "kv_layout", "tp_size", "num_kv_heads", "labels", "eagle", "bind_events", "aliases", "chunk_size", "reports_reuse", "hidden_groups", "state", "epoch", "revision", "last_seq", "blocks", "groups", "counters", "last_event_ms_ago", "owner", "detail", "engine_load")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -348,6 +348,7 @@ class Worker(_message.Message):
     LAST_EVENT_MS_AGO_FIELD_NUMBER: _ClassVar[int]
     OWNER_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_LOAD_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     dp_rank: int
     dp_size: int
@@ -380,7 +381,20 @@ class Worker(_message.Message):
     last_event_ms_ago: int
     owner: str
     detail: str
-    def __init__(self, worker_id: _Optional[str] = ..., dp_rank: _Optional[int] = ..., dp_size: _Optional[int] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., address: _Optional[str] = ..., kv_events_endpoint: _Optional[str] = ..., replay_endpoint: _Optional[str] = ..., topic: _Optional[str] = ..., block_size: _Optional[int] = ..., engine: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., kv_layout: _Optional[str] = ..., tp_size: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., labels: _Optional[_Mapping[str, str]] = ..., eagle: bool = ..., bind_events: bool = ..., aliases: _Optional[_Iterable[str]] = ..., chunk_size: _Optional[int] = ..., reports_reuse: bool = ..., hidden_groups: bool = ..., state: _Optional[_Union[WorkerState, str]] = ..., epoch: _Optional[int] = ..., revision: _Optional[int] = ..., last_seq: _Optional[int] = ..., blocks: _Optional[_Mapping[str, int]] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., last_event_ms_ago: _Optional[int] = ..., owner: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...
+    engine_load: EngineLoad
+    def __init__(self, worker_id: _Optional[str] = ..., dp_rank: _Optional[int] = ..., dp_size: _Optional[int] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., address: _Optional[str] = ..., kv_events_endpoint: _Optional[str] = ..., replay_endpoint: _Optional[str] = ..., topic: _Optional[str] = ..., block_size: _Optional[int] = ..., engine: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., kv_layout: _Optional[str] = ..., tp_size: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., labels: _Optional[_Mapping[str, str]] = ..., eagle: bool = ..., bind_events: bool = ..., aliases: _Optional[_Iterable[str]] = ..., chunk_size: _Optional[int] = ..., reports_reuse: bool = ..., hidden_groups: bool = ..., state: _Optional[_Union[WorkerState, str]] = ..., epoch: _Optional[int] = ..., revision: _Optional[int] = ..., last_seq: _Optional[int] = ..., blocks: _Optional[_Mapping[str, int]] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., last_event_ms_ago: _Optional[int] = ..., owner: _Optional[str] = ..., detail: _Optional[str] = ..., engine_load: _Optional[_Union[EngineLoad, _Mapping]] = ...) -> None: ...
+
+class EngineLoad(_message.Message):
+    __slots__ = ("running", "waiting", "cache_usage", "age_ms")
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    CACHE_USAGE_FIELD_NUMBER: _ClassVar[int]
+    AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    running: int
+    waiting: int
+    cache_usage: float
+    age_ms: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., cache_usage: _Optional[float] = ..., age_ms: _Optional[int] = ...) -> None: ...
 
 class RegisterWorkerRequest(_message.Message):
     __slots__ = ("worker",)
@@ -582,6 +596,54 @@ class TailWorkerRequest(_message.Message):
     dp_rank: int
     namespace: str
     def __init__(self, worker_id: _Optional[str] = ..., dp_rank: _Optional[int] = ..., namespace: _Optional[str] = ...) -> None: ...
+
+class AuditRequest(_message.Message):
+    __slots__ = ("worker_id", "namespace")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    namespace: str
+    def __init__(self, worker_id: _Optional[str] = ..., namespace: _Optional[str] = ...) -> None: ...
+
+class WorkerAudit(_message.Message):
+    __slots__ = ("worker_id", "dp_rank", "namespace", "outcomes", "predicted_tokens", "resting_tokens", "actual_tokens", "prompt_tokens", "over", "under", "miscounted", "window", "window_error", "drifting", "resyncs")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    DP_RANK_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RESTING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACTUAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OVER_FIELD_NUMBER: _ClassVar[int]
+    UNDER_FIELD_NUMBER: _ClassVar[int]
+    MISCOUNTED_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_ERROR_FIELD_NUMBER: _ClassVar[int]
+    DRIFTING_FIELD_NUMBER: _ClassVar[int]
+    RESYNCS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    dp_rank: int
+    namespace: str
+    outcomes: int
+    predicted_tokens: int
+    resting_tokens: int
+    actual_tokens: int
+    prompt_tokens: int
+    over: int
+    under: int
+    miscounted: int
+    window: int
+    window_error: float
+    drifting: bool
+    resyncs: int
+    def __init__(self, worker_id: _Optional[str] = ..., dp_rank: _Optional[int] = ..., namespace: _Optional[str] = ..., outcomes: _Optional[int] = ..., predicted_tokens: _Optional[int] = ..., resting_tokens: _Optional[int] = ..., actual_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., over: _Optional[int] = ..., under: _Optional[int] = ..., miscounted: _Optional[int] = ..., window: _Optional[int] = ..., window_error: _Optional[float] = ..., drifting: bool = ..., resyncs: _Optional[int] = ...) -> None: ...
+
+class AuditResponse(_message.Message):
+    __slots__ = ("workers",)
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerAudit]
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerAudit, _Mapping]]] = ...) -> None: ...
 
 class TailWorkerResponse(_message.Message):
     __slots__ = ("seq", "ts", "type", "group", "kind", "decision", "reason", "blocks", "tokens", "tier", "medium", "block_size", "lora_name")

@@ -435,6 +435,11 @@ class KVIndexAdminStub(object):
                 request_serializer=kvindexd_dot_v1_dot_index__pb2.TailWorkerRequest.SerializeToString,
                 response_deserializer=kvindexd_dot_v1_dot_index__pb2.TailWorkerResponse.FromString,
                 _registered_method=True)
+        self.Audit = channel.unary_unary(
+                '/kvindexd.v1.KVIndexAdmin/Audit',
+                request_serializer=kvindexd_dot_v1_dot_index__pb2.AuditRequest.SerializeToString,
+                response_deserializer=kvindexd_dot_v1_dot_index__pb2.AuditResponse.FromString,
+                _registered_method=True)
 
 
 class KVIndexAdminServicer(object):
@@ -525,6 +530,13 @@ class KVIndexAdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Audit(self, request, context):
+        """What was predicted for requests against what engines reported (CompleteRequest).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KVIndexAdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -587,6 +599,11 @@ def add_KVIndexAdminServicer_to_server(servicer, server):
                     servicer.TailWorker,
                     request_deserializer=kvindexd_dot_v1_dot_index__pb2.TailWorkerRequest.FromString,
                     response_serializer=kvindexd_dot_v1_dot_index__pb2.TailWorkerResponse.SerializeToString,
+            ),
+            'Audit': grpc.unary_unary_rpc_method_handler(
+                    servicer.Audit,
+                    request_deserializer=kvindexd_dot_v1_dot_index__pb2.AuditRequest.FromString,
+                    response_serializer=kvindexd_dot_v1_dot_index__pb2.AuditResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -914,6 +931,33 @@ class KVIndexAdmin(object):
             '/kvindexd.v1.KVIndexAdmin/TailWorker',
             kvindexd_dot_v1_dot_index__pb2.TailWorkerRequest.SerializeToString,
             kvindexd_dot_v1_dot_index__pb2.TailWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Audit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvindexd.v1.KVIndexAdmin/Audit',
+            kvindexd_dot_v1_dot_index__pb2.AuditRequest.SerializeToString,
+            kvindexd_dot_v1_dot_index__pb2.AuditResponse.FromString,
             options,
             channel_credentials,
             insecure,
