@@ -49,7 +49,8 @@ def tier_of(medium: str | None) -> Tier:
     """The tier that a `medium` names, whatever its case; absent is the device, unknown never."""
     if medium is None:
         return Tier.DEVICE
-    return _TIERS.get(medium) or _TIERS.get(medium.upper(), Tier.OTHER)
+    found = _TIERS.get(medium)
+    return found if found is not None else _TIERS.get(medium.upper(), Tier.OTHER)
 
 
 def treatment(kind: str, overrides: Mapping[str, str] | None = None) -> Treatment:

@@ -329,15 +329,15 @@ def test_a_hash_that_is_held_cannot_change_its_content() -> None:
 
 def test_each_physical_copy_is_removed_once() -> None:
     rank = Rank()
-    rank.send(stored([HA], A), stored([HA], A))
-    rank.send(removed([HA]))
-    assert rank.matched(A) == 1
-    rank.send(removed([HA]))
-    assert rank.matched(A) == 0
-    rank.send(removed([HA]))
+    rank.send(stored([HA], A), stored([HB], B, HA), stored([HB], B, HA))
+    rank.send(removed([HB]))
+    assert rank.matched(A + B) == 2
+    rank.send(removed([HB]))
+    assert rank.matched(A + B) == 1
+    rank.send(removed([HB]))
     assert rank.counters["unknown_removes"] == 1
-    rank.send(stored([HA], A))
-    assert rank.matched(A) == 1
+    rank.send(stored([HB], B, HA))
+    assert rank.matched(A + B) == 2
 
 
 def test_two_hashes_of_one_content_hold_it_together() -> None:
@@ -389,11 +389,11 @@ def test_a_reused_block_that_we_lost_is_found_again() -> None:
 
 
 def test_a_worker_that_reports_reuse_is_never_counted_twice() -> None:
-    for reports, left in ((True, 0), (False, 1)):
+    for reports, left in ((True, 1), (False, 2)):
         rank = Rank(Options(reports_reuse=reports))
-        rank.send(stored([HA, HB], A + B), stored([HA, HB], A + B))
-        rank.send(removed([HA]))
-        assert rank.matched(A) == left
+        rank.send(stored([HA], A), stored([HB], B, HA), stored([HB], B, HA))
+        rank.send(removed([HB]))
+        assert rank.matched(A + B) == left
 
 
 def test_reuse_reported_in_the_waiting_room_is_not_counted_twice() -> None:
@@ -557,6 +557,7 @@ def test_the_second_clear_empties_waiting_host_copies_too() -> None:
     )
     rank.send(stored([HB], B))
     assert rank.tiers(B + C + D) == (32, 0, 0)
+    assert planes(rank, tier=Tier.HOST) == 0
 
 
 def test_a_clear_empties_the_waiting_room_and_the_bindings() -> None:
