@@ -475,7 +475,8 @@ async def test_a_reset_from_outside_fences_the_owner(store: Store, lease: Lease)
     )
     assert await blocks_of(store) == await parked_of(store) == {}
     lease = await store.acquire(KEY, "me", TTL)
-    assert await store.apply(lease, [batch(0)]) == (2, 1, 1, 0)
+    assert lease.last_seq == 0, "the stream goes on where it was"
+    assert await store.apply(lease, [batch(0), batch(1)]) == (2, 1, 1, 1)
 
 
 async def test_draining_asking_and_load_are_seen_by_others(store: Store, lease: Lease) -> None:

@@ -260,6 +260,7 @@ class Book(Generic[R]):
             self.counters["entries_already_known"] += 1
         elif entry.kind is Kind.CLEAR:
             self._restart(view, entry.epoch)
+            view.last_seq, view.last_ts = entry.seq, entry.ts
         else:
             self._batch(view, entry)
 

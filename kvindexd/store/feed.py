@@ -6,7 +6,7 @@ Every entry has `w` (store id), `e` (epoch) and `r` (revision). Kinds, by field 
   mutations (model.MUTATION), `c` = 1 if the batch cleared first (then `r` is 1), `f` the profile
   if it changed.
 - clear: the epoch was reset by somebody other than the owner: forget the worker. `e` is the new
-  epoch, `r` 0.
+  epoch, `r` 0, `q` and `t` as of the batch behind which its stream goes on.
 - reg: a worker rank was registered, or its registration changed. `v` registration.
 - gone: a worker rank was removed, with all it held.
 - lease: the lease was taken (`o` owner) or released (`o` empty); lapsing writes nothing.
@@ -106,6 +106,8 @@ def unpack_entry(fields: Sequence[bytes]) -> FeedEntry:
         epoch=epoch,
         revision=revision,
         kind=_KINDS.get(kind, Kind.OTHER),
+        seq=int(f.get(b"q", b"-1")),
+        ts=float(f.get(b"t", b"0")),
         value=f.get(b"v", b""),
         owner=f.get(b"o", b"").decode(),
         draining=f.get(b"d") == b"1",

@@ -38,12 +38,15 @@ local function close_feed()
   if feed_n then redis.call('HSET', KEYS[6], 'n', int(feed_n), 'ms', int(feed_ms)) end
 end
 
--- Forget all blocks of a worker, start the next epoch and revoke the lease.
-local function forget(id, epoch, maxlen, now)
+-- Forget all blocks of a worker, start the next epoch and revoke the lease. `at`: seq, ts and digest
+-- of the batch behind which its stream goes on; without it, from the beginning.
+local function forget(id, epoch, maxlen, now, at)
+  local seq, ts, digest = '-1', '0.0', '0'
+  if at and at[1] then seq, ts, digest = at[1], at[2], at[3] end
   redis.call('UNLINK', KEYS[2], KEYS[3])
   redis.call('HDEL', KEYS[1], 'fn', 'pf', 'st', 'hb', 'nb', 'np', 'cl')
-  redis.call('HSET', KEYS[1], 'ep', int(epoch), 'rv', '0', 'sq', '-1', 'ts', '0.0', 'dg', '0',
+  redis.call('HSET', KEYS[1], 'ep', int(epoch), 'rv', '0', 'sq', seq, 'ts', ts, 'dg', digest,
     'ow', '', 'tb', '0,0,0,0')
   redis.call('ZADD', KEYS[4], 0, id)
-  emit(maxlen, now, 'k', 'clear', 'w', id, 'e', int(epoch), 'r', '0')
+  emit(maxlen, now, 'k', 'clear', 'w', id, 'e', int(epoch), 'r', '0', 'q', seq, 't', ts)
 end

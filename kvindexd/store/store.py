@@ -207,7 +207,8 @@ class Store:
 
     async def reset(self, key: WorkerKey) -> int:
         """Forget what a worker rank holds, as an operator: revokes the lease, so that the owner
-        is Fenced and starts over. Returns the new epoch. Raises NotRegistered."""
+        is Fenced and goes on, empty, where the stream was. Returns the new epoch. Raises
+        NotRegistered."""
         reply = await self._core.run(scripts.RESET, key, self._core.feed_maxlen)
         return int(reply[1])
 
