@@ -99,3 +99,23 @@ def test_refusals_say_which_check_failed() -> None:
 def test_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match="LBHNC, LBNHC, LHBNC, BLHNC, BLNHC, BHLNC"):
         Layout.parse("NHWC")
+
+
+@pytest.mark.parametrize("requested", Layout)
+@pytest.mark.parametrize("candidate", Layout)
+def test_request_beside_an_opposite_first_choice(requested: Layout, candidate: Layout) -> None:
+    """All 36 pairs: a candidate of the requested order beats a first choice that is not."""
+    order = head_major(requested.value)
+    first = Layout.BLNHC if order else Layout.BLHNC
+    expected = candidate if head_major(candidate.value) == order else first
+    assert resolve([first, candidate], requested=requested) is expected
+    # Without a request, or with a setting, the request's rule does not come in.
+    assert resolve([first, candidate]) is first
+    assert resolve([first, candidate], requested=requested, explicit=candidate) is candidate
+
+
+def test_unknown_block_sizes_matter_only_where_pages_are_cut() -> None:
+    assert transfer(side("BLHNC", 2, 8, 0), side("BLHNC", 2, 8, 0)).transferable
+    verdict = transfer(side("BLHNC", 1, 8, 0), side("BLHNC", 2, 8, 16))
+    assert not verdict.transferable
+    assert "block sizes differ or are not known" in verdict.reason

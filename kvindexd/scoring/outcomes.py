@@ -48,7 +48,8 @@ class DriftOptions(NamedTuple):
 
 
 class Audit(NamedTuple):
-    """A worker's record: totals since the start, and the window that decides on drift."""
+    """A worker's record: totals since the start, and the window that decides on drift. While it
+    drifts, `window_error` is not below what it was marked for."""
 
     worker: WorkerKey
     outcomes: int
@@ -73,6 +74,7 @@ class _Record:
         self.over = self.under = self.resting = self.miscounted = self.resyncs = 0
         self.recent: deque[tuple[int, int]] = deque(maxlen=window)
         self.drifting = False
+        self.marked = 0.0
         self.resynced_at = float("-inf")
 
     def add(self, o: Outcome) -> None:
@@ -113,6 +115,7 @@ class DriftWatch:
         if len(record.recent) < min(o.minimum, o.window):
             return
         record.drifting = error > o.threshold
+        record.marked = error if record.drifting else 0.0
         if record.drifting and now - record.resynced_at >= o.cooldown:
             record.resynced_at = now
             record.resyncs += 1
@@ -148,7 +151,7 @@ class DriftWatch:
                 r.resting,
                 r.miscounted,
                 len(r.recent),
-                r.error,
+                max(r.error, r.marked),
                 r.drifting,
                 r.resyncs,
             )
