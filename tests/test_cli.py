@@ -36,6 +36,7 @@ WORKER = pb.Worker(
     groups=[pb.Group(kind="full_attention", block_size=16, treated_as="main", stores=9)],
     counters={"gaps": 3},
     last_event_ms_ago=90_000,
+    engine_load=pb.EngineLoad(running=3, waiting=1, cache_usage=0.5, age_ms=900),
 )
 SCORE = pb.WorkerScore(
     worker_id="w0",
