@@ -29,6 +29,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     bindings: int = 4_000_000
     blocks: int = 4_000_000
     parked: int = 10_000
+    parked_tokens: int = 4_000_000
     parked_age: float = 300.0
 
 
@@ -52,7 +53,9 @@ class RankState:
         self.options = options or Options()
         self.catalogue = Catalogue(self.options.treat_as)
         self.holdings = Holdings(self._infos)
-        self.waiting = WaitingRoom(self.options.parked, self.options.parked_age)
+        self.waiting = WaitingRoom(
+            self.options.parked, self.options.parked_age, self.options.parked_tokens
+        )
         self.placer = Placer(self.holdings)
         self.counters: Counter[str] = Counter()
         self.unit = chain.UNIT
@@ -62,6 +65,7 @@ class RankState:
         self.needs_replay = False
         self._unbound: dict[EngineHash, float] = {}
         self._listed: dict[EngineHash, list[EngineHash]] = {}
+        self._again: set[EngineHash] = set()  # told again in this batch: reused, not stored
         self._cleared = False
         self._saved: tuple[bytes, bytes] = (b"", b"")
         self._saved_shape: tuple[object, ...] = ()

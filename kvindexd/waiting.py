@@ -1,9 +1,9 @@
 """The waiting room of one worker rank: stores whose place in a prompt is not known yet.
 
-Two things wait, both bounded in number and age. *Orphans*: events whose parent was never
-announced, kept to bind their hashes should the parent turn up. *Unplaced copies*: counts per
-(tier, group, size) under an engine hash that is not bound. A removal takes from the counts, so
-that a parked store that is gone cannot come back when its parent arrives.
+Two things wait, both bounded in number and age, orphans in tokens too. *Orphans*: events whose
+parent was never announced, kept to bind their hashes should the parent turn up. *Unplaced
+copies*: counts per (tier, group, size) under an engine hash that is not bound. A removal takes
+from the counts, so that a parked store that is gone cannot come back when its parent arrives.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ class Unplaced(msgspec.Struct):
 class WaitingRoom:
     """Orphans by parent and unplaced copies by hash. `changed` names store fields to rewrite."""
 
-    def __init__(self, limit: int, max_age: float) -> None:
+    def __init__(self, limit: int, max_age: float, max_tokens: int) -> None:
         self._limit = limit
         self._max_age = max_age
+        self._max_tokens = max_tokens
+        self._tokens = 0
         self._orphans: dict[int, Orphan] = {}
-        self._by_parent: dict[EngineHash, list[int]] = {}
+        self._by_parent: dict[EngineHash, dict[int, None]] = {}
         self._next = 0
         self.unplaced: dict[EngineHash, Unplaced] = {}
         self.per_group: Counter[int] = Counter()
@@ -66,8 +68,7 @@ class WaitingRoom:
         """Keep an event until its parent is bound; returns how many older ones had to go."""
         number = self._next
         self._next += 1
-        self._orphans[number] = Orphan(number, now, parent, event)
-        self._by_parent.setdefault(parent, []).append(number)
+        self._keep(Orphan(number, now, parent, event))
         self.changed.add(_orphan_field(number))
         return self._trim_orphans(now)
 
@@ -77,23 +78,34 @@ class WaitingRoom:
         if not numbers:
             return []
         self.changed.update(_orphan_field(n) for n in numbers)
-        return [self._orphans.pop(n).event for n in numbers]
+        events = [self._orphans.pop(n).event for n in numbers]
+        self._tokens -= sum(e.num_tokens for e in events)
+        return events
+
+    def _keep(self, orphan: Orphan) -> None:
+        self._orphans[orphan.number] = orphan
+        self._by_parent.setdefault(orphan.parent, {})[orphan.number] = None
+        self._tokens += orphan.event.num_tokens
 
     def _trim_orphans(self, now: float) -> int:
         gone = 0
         while self._orphans:
             number, oldest = next(iter(self._orphans.items()))
-            if len(self._orphans) <= self._limit and now - oldest.at <= self._max_age:
+            full = len(self._orphans) > self._limit or self._tokens > self._max_tokens
+            if not full and now - oldest.at <= self._max_age:
                 break
-            del self._orphans[number]
-            rest = [n for n in self._by_parent[oldest.parent] if n != number]
-            if rest:
-                self._by_parent[oldest.parent] = rest
-            else:
-                del self._by_parent[oldest.parent]
-            self.changed.add(_orphan_field(number))
+            self._drop(number)
             gone += 1
         return gone
+
+    def _drop(self, number: int) -> None:
+        orphan = self._orphans.pop(number)
+        self._tokens -= orphan.event.num_tokens
+        siblings = self._by_parent[orphan.parent]
+        del siblings[number]
+        if not siblings:
+            del self._by_parent[orphan.parent]
+        self.changed.add(_orphan_field(number))
 
     # -- unplaced copies ----------------------------------------------------------------------
 
@@ -178,12 +190,11 @@ class WaitingRoom:
         """Forget what these store fields hold."""
         for field in fields:
             if field.startswith(_UNPLACED):
-                self.unplaced.pop(hash_of(field[1:]), None)
-            else:
-                orphan = self._orphans.pop(int.from_bytes(field[1:], "big"), None)
-                if orphan is not None:
-                    rest = [n for n in self._by_parent[orphan.parent] if n != orphan.number]
-                    self._by_parent[orphan.parent] = rest
+                entry = self.unplaced.pop(hash_of(field[1:]), None)
+                if entry is not None:
+                    self._uncount(entry)
+            elif (number := int.from_bytes(field[1:], "big")) in self._orphans:
+                self._drop(number)
             self.changed.add(field)
 
     def retell(self) -> None:
@@ -195,6 +206,7 @@ class WaitingRoom:
         """Forget everything; the store forgets its copy by the same clear."""
         self._orphans.clear()
         self._by_parent.clear()
+        self._tokens = 0
         self.unplaced.clear()
         self.per_group.clear()
         self.changed.clear()
@@ -230,8 +242,7 @@ class WaitingRoom:
                 slots = {Slot(t, g, size): n for t, g, size, n in counts}
                 unplaced.append((at, hash_of(field[1:]), slots))
         for orphan in sorted(orphans, key=lambda o: o.number):
-            self._orphans[orphan.number] = orphan
-            self._by_parent.setdefault(orphan.parent, []).append(orphan.number)
+            self._keep(orphan)
             self._next = orphan.number + 1
         for at, engine_hash, slots in sorted(unplaced, key=lambda u: u[0]):
             self.unplaced[engine_hash] = Unplaced(at, slots)

@@ -278,6 +278,36 @@ def test_the_waiting_room_is_bounded_and_oldest_go_first() -> None:
     assert rank.matched(B + chunk(74)) == 2
 
 
+def test_the_waiting_room_is_bounded_in_tokens_too() -> None:
+    rank = Rank(Options(parked_tokens=100))
+    for i in range(9):
+        rank.send(stored([1000 + i], chunk(50 + i), 0xDEAD))
+    assert len(rank.residency.waiting) == 6
+    assert rank.counters["dropped:parked_overflow"] == 3
+    again = rank.reloaded()
+    again.send(stored([2000], chunk(60), 0xDEAD))
+    assert len(again.residency.waiting) == 6
+    again.send(stored([0xDEAD], A))
+    assert again.matched(A + chunk(60)) == 2
+    assert again.matched(A + chunk(50)) == 1
+
+
+def test_what_is_shed_is_forgotten_wherever_it_was() -> None:
+    rank = Rank()
+    rank.send(stored([HA], A), state([], A))
+    delta = rank.send(stored([HC], C, HB), state([HB], A + B), stored([HD], D, HA))
+    assert rank.residency.shed([delta]) >= 1
+    rank.send()
+    assert list(rank.residency.holdings.blocks) == [HA]
+    assert len(rank.residency.waiting) == 0
+    assert not rank.residency.waiting.unplaced
+    assert rank.residency.profile().unlocated == 0
+    assert not rank.parked
+    assert len(rank.fields) == 1
+    rank.send(stored([HB], B, HA))
+    assert rank.matched(A + B + C) == 2
+
+
 def test_what_waits_too_long_goes() -> None:
     rank = Rank(Options(parked_age=300.0))
     rank.send(stored([HB], B, HA), now=10.0)
