@@ -22,6 +22,10 @@ __all__ = ["Options", "Residency"]
 class Residency(RankState):
     """The rules by which one worker rank's events change its state."""
 
+    def __init__(self, options: Options | None = None) -> None:
+        super().__init__(options)
+        self._again: set[EngineHash] = set()  # told again in this batch: reused, not stored
+
     # -- a batch ------------------------------------------------------------------------------
 
     def apply(self, batch: Batch, *, seq: int, digest: int, now: float) -> BatchDelta:
@@ -37,6 +41,7 @@ class Residency(RankState):
         """As `apply`, pausing after every event so that a caller may let others run."""
         self._expire(now)
         self._learn(batch.events)
+        self._again.clear()
         cleared = False
         for segment, clear_follows in _segments(batch.events):
             for event in self._main_first(segment):
@@ -133,7 +138,8 @@ class Residency(RankState):
             self.counters["dropped:cycle"] += 1
             return
         self.counters["admitted"] += 1
-        slot = self.holdings.slot(tier, group.idx, event.block_size)
+        size = event.num_tokens if _is_chunk(event, tier) else event.block_size
+        slot = self.holdings.slot(tier, group.idx, size)
         if event.pairs or event.lookahead:
             self.pairs = self.pairs or event.pairs
             self.lookahead = max(self.lookahead, *(len(t) // 4 for t in event.lookahead or ()))
@@ -154,7 +160,7 @@ class Residency(RankState):
     def _orphan(self, event: BlockStored, slot: int, now: float) -> None:
         """The parent is unknown: count copies where the hash is bound, let the rest wait."""
         self.counters["orphans"] += 1
-        for engine_hash in event.hashes:
+        for engine_hash in _credited(event):
             self._credit(engine_hash, slot, event, now)
         if event.parent is None:
             return
@@ -169,6 +175,13 @@ class Residency(RankState):
             self.counters["dropped:conflict"] += 1
             return
         holdings = self.holdings
+        if self._told_again(event, slot):
+            self.counters["reannounced"] += len(blocks)
+            return
+        for engine_hash, block, is_new in blocks[: len(blocks) - len(_credited(event))]:
+            if is_new:
+                holdings.bind(engine_hash, block)
+        blocks = blocks[-len(_credited(event)) :]
         for engine_hash, block, is_new in blocks:
             if is_new:
                 holdings.store(engine_hash, block, slot)
@@ -176,6 +189,40 @@ class Residency(RankState):
                 self._credit_bound(engine_hash, block, slot, event)
         self._arrived(event.hashes)
         self._arrived(self.placer.extend(event, place, self.unit, dense=True))
+
+    def _told_again(self, event: BlockStored, slot: int) -> bool:
+        """Whether a store repeats what the engine already holds, for a request that reuses it
+        (02-wire-and-groups.md section 4, report mode "full").
+
+        Such a store begins at the root and lists only resident blocks, up to a boundary at which
+        every other group could resume. An engine that computes them anew looks the same, but it
+        reuses instead where it can; what remains (a prompt that ends at that boundary) is taken
+        for a repeat, because a copy too few under-reports and a copy too many never goes.
+        """
+        group = self.holdings.slots[slot].group
+        blocks, hashes = self.holdings.blocks, event.hashes
+        if self._again and self._again.issuperset(hashes):
+            return bool(hashes) and self._all_held(hashes, slot)
+        if event.parent is not None or event.group_idx is None or not hashes:
+            return False
+        if self.catalogue.groups[group].treated_as is not Treatment.MAIN:
+            return False
+        if self.holdings.slots[slot].tier != Tier.DEVICE or not self._all_held(hashes, slot):
+            return False
+        for g in self.catalogue.by_treatment(Treatment.AUXILIARY):
+            if not g.block_size:
+                return False
+            back = 1 if not g.window else max(1, -(-(g.window - 1) // g.block_size))
+            tail = hashes[-back:] if g.block_size == event.block_size else hashes[-1:]
+            slots = self.holdings.slots_of(Tier.DEVICE, g.idx)
+            if not all(any(self.holdings.count(blocks[h], s) for s in slots) for h in tail):
+                return False
+        self._again.update(hashes)
+        return True
+
+    def _all_held(self, hashes: Iterable[EngineHash], slot: int) -> bool:
+        found = (self.holdings.blocks.get(h) for h in hashes)
+        return all(b is not None and self.holdings.count(b, slot) > 0 for b in found)
 
     def _sparse_main(self, event: BlockStored, place: Place, slot: int, now: float) -> None:
         self.counters["sparse"] += 1
@@ -208,6 +255,9 @@ class Residency(RankState):
     def _sparse_auxiliary(self, event: BlockStored, place: Place, slot: int, now: float) -> None:
         if not self._locate(event, place) and event.hashes:
             self.counters["unplaced"] += sum(h not in self.holdings.blocks for h in event.hashes)
+        if self._told_again(event, slot):
+            self.counters["reannounced"] += len(event.hashes)
+            return
         for engine_hash in event.hashes:
             self._credit(engine_hash, slot, event, now)
 
@@ -223,7 +273,8 @@ class Residency(RankState):
     def _needs_boundaries(self, event: BlockStored) -> bool:
         """Whether no main group names the boundaries of this group's blocks."""
         main = self.catalogue.by_treatment(Treatment.MAIN)
-        return not main or event.block_size < min(g.block_size for g in main)
+        sizes = [g.block_size for g in main if g.block_size]
+        return not sizes or event.block_size < min(sizes)
 
     def _tier_change(self, event: BlockStored, now: float) -> None:
         """Rule 0: hashes without tokens say where known blocks are, and nothing else."""
@@ -315,6 +366,22 @@ class Residency(RankState):
         below = {int(t) for t in Tier if t is not Tier.DEVICE}
         self.holdings.drop_tiers(below)
         self.waiting.drop_tiers(below)
+
+
+def _is_chunk(event: BlockStored, tier: Tier) -> bool:
+    """Whether an event tells of one offloaded chunk of several blocks: the connector lists them
+    all, and finds, loads and evicts the chunk by the last one's hash alone."""
+    return (
+        tier is not Tier.DEVICE
+        and event.group_idx is not None
+        and len(event.hashes) > 1
+        and len(event.hashes) * event.block_size == event.num_tokens
+    )
+
+
+def _credited(event: BlockStored) -> list[EngineHash]:
+    """The hashes that an event gives a copy to: all, or the one that stands for a chunk."""
+    return event.hashes[-1:] if _is_chunk(event, tier_of(event.medium)) else event.hashes
 
 
 def _segments(events: Iterable[object]) -> Iterator[tuple[list[object], bool]]:
