@@ -35,6 +35,12 @@ def stored(first: int, count: int = 1, parent: int | None = None) -> dict[str, A
     }
 
 
+def twice(n: int) -> list[dict[str, Any]]:
+    """Block n in two copies; block 0 in one, since a second store that begins at the root is taken
+    for a repeat of what the engine holds."""
+    return [stored(n)] * (2 if n else 1)
+
+
 def removed(*blocks: int) -> dict[str, Any]:
     """Removal of one copy of each block."""
     hashes = [n + 1 for n in blocks]

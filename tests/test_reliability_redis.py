@@ -13,7 +13,7 @@ import pytest
 import servers
 from daemon import Daemon
 from proxies import Proxy
-from reliability import QUICK, counter, matched, removed, running, state, stored
+from reliability import QUICK, counter, matched, removed, running, state, stored, twice
 
 from kvindexd.testing.engine import FakeEngine
 from kvindexd.v1 import index_pb2 as pb
@@ -98,13 +98,13 @@ def test_lost_replies_write_nothing_twice(url: str, redis: servers.Server) -> No
                     between.lose_replies += 1
                 if n % 4 == 3:
                     between.lose_requests += 1
-                engine.publish([stored(n), stored(n)])
+                engine.publish(twice(n))
                 time.sleep(0.01)  # spread over calls, so that many of them are cut
             daemon.until_seq("w", 39)
             assert between.lost >= 5
             daemon.until(lambda: matched(daemon, 40) == 40, "whole")
-            assert counter(daemon, "event:BlockStored") == 80
-            engine.publish([removed(*range(40))])
+            assert counter(daemon, "event:BlockStored") == 79
+            engine.publish([removed(*range(1, 40))])
             daemon.until_seq("w", 40)
             assert matched(daemon, 40) == 40
             engine.publish([removed(*range(40))])
@@ -136,10 +136,8 @@ def test_cancelled_calls_never_get_or_leave_a_wrong_reply(url: str, redis: serve
 
             cut = 0
             for call in calls(0.1):
-                try:
-                    call.result()
-                except grpc.RpcError as e:
-                    assert e.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+                if call.exception() is not None:
+                    assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
                     cut += 1
             assert cut > 10
             for i, call in enumerate(calls(20)):

@@ -1,4 +1,4 @@
-"""SIGTERM: not serving first, calls in flight finish, the rank is handed over, status 0, in time."""
+"""SIGTERM: not serving, calls in flight finish, the rank is handed over, status 0, in time."""
 
 from __future__ import annotations
 

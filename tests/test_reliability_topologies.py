@@ -7,7 +7,7 @@ from pathlib import Path
 
 import servers
 from daemon import Daemon
-from reliability import QUICK, counter, matched, removed, running, stored
+from reliability import QUICK, counter, matched, removed, running, stored, twice
 
 from kvindexd.store.replies import ACL
 from kvindexd.testing.engine import FakeEngine
@@ -20,21 +20,22 @@ def test_a_sentinel_failover_in_the_midst_of_ingest_loses_nothing() -> None:
             daemon.register("w", engine.endpoint(), replay_endpoint=engine.replay_endpoint())
             engine.wait_subscribed()
             for n in range(10):
-                engine.publish([stored(n), stored(n)])
+                engine.publish(twice(n))
             daemon.until_seq("w", 9)
             old = group.master()
             group.sentinels[0]("SENTINEL", "FAILOVER", "kvx")
             for n in range(10, 20):
-                engine.publish([stored(n), stored(n)])
+                engine.publish(twice(n))
             servers.wait_until(lambda: group.master() is not old, "failed over")
             for n in range(20, 30):
-                engine.publish([stored(n), stored(n)])
+                engine.publish(twice(n))
             daemon.until_seq("w", 29)
             daemon.until(lambda: matched(daemon, 30) == 30, "whole")
             # On the new master, not on the old one, which is read-only by now.
             servers.wait_until(lambda: b"role:slave" in old("INFO", "replication"), "demoted")
-            engine.publish([removed(*range(30))])
+            engine.publish([removed(*range(1, 30))])
             daemon.until_seq("w", 30)
+            daemon.until(lambda: matched(daemon, 30) == 30, "whole")
             assert matched(daemon, 30) == 30
             engine.publish([removed(*range(10, 30))])
             daemon.until_seq("w", 31)
@@ -49,9 +50,7 @@ def test_a_cluster_with_shards_and_a_restart_of_kvindexd() -> None:
         daemon = Daemon(**QUICK, redis__url=group.url, redis__shards=6)
         with running(daemon):
             for i, name in enumerate(names):
-                daemon.register(
-                    name, engine.endpoint(i), replay_endpoint=engine.replay_endpoint(i)
-                )
+                daemon.register(name, engine.endpoint(i), replay_endpoint=engine.replay_endpoint(i))
             engine.wait_subscribed()
             for n in range(10):
                 for i in range(6):

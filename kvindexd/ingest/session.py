@@ -237,10 +237,15 @@ class Session:
                 "detail": detail,
                 "last_event_ms": round((link.last_frame_at or 0.0) * 1000),
             }
+            lease = self.writer.lease
+            idle_at = None if lease.lock.locked() else lease.position
             try:
-                result = await self._store.renew(self.writer.lease, None, evidence)
+                result = await self._store.renew(lease, None, evidence)
                 if result.ask is not None:
                     await self._inbox.put(_Asked(result.ask))
+                if lease.position == idle_at != result.position and not lease.lock.locked():
+                    # A failover or an older state: the next write finds out, so make one.
+                    await self._inbox.put(_Asked(CHECK))
                 if down:
                     down = False
                     self._log.info("heartbeat_back")

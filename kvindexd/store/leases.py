@@ -67,7 +67,8 @@ async def renew(
     n, what = _ask(reply[4])
     fresh = n != lease.ask_seen
     lease.ask_seen = n
-    return RenewResult(lease.expires_ms, what if fresh else None)
+    position = (int(reply[1]), int(reply[2]))
+    return RenewResult(lease.expires_ms, what if fresh else None, position)
 
 
 async def release(core: Core, lease: Lease) -> bool:

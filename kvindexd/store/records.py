@@ -65,10 +65,12 @@ class ApplyResult(NamedTuple):
 
 
 class RenewResult(NamedTuple):
-    """Answer to a heartbeat. `ask`: a request left for the owner (`Store.ask`), each once."""
+    """Answer to a heartbeat. `ask`: a request left for the owner (`Store.ask`), each once.
+    `position`: what is stored; behind the lease's own, the server lost writes."""
 
     expires_ms: int
     ask: str | None
+    position: Position
 
 
 class LoadReport(NamedTuple):
