@@ -29,13 +29,22 @@ from kvindexd.registration import Registration
 from kvindexd.replica.replica import Replica
 from kvindexd.rpc.admin_service import AdminService
 from kvindexd.rpc.codec import TIER_NAMES
+from kvindexd.rpc.ext_proc.choosing import Chooser
+from kvindexd.rpc.ext_proc.server import (
+    HEALTH_NAMES,
+    ExtProcMetrics,
+    ExtProcServer,
+    ExtProcService,
+)
 from kvindexd.rpc.fleet_view import FleetView
+from kvindexd.rpc.pick_service import PickService
 from kvindexd.rpc.picking import Picking
 from kvindexd.rpc.server import RpcServer, add_admin, add_index
 from kvindexd.rpc.tailing import Tail
 from kvindexd.store import NotRegistered, Store, StoreError, StoreOptions
 from kvindexd.store.embedded import EmbeddedServer
 from kvindexd.telemetry import Metrics, MetricsServer
+from kvindexd.tokens import Tokens
 
 log = structlog.get_logger(__name__)
 
@@ -78,12 +87,11 @@ class Daemon:
                     tasks.create_task(work, name=name)
                     for name, work in self._background(store, replica, supervisor)
                 ]
-                server = await self._start_rpc(store, replica, supervisor)
+                servers = await self._start_rpc(store, replica, supervisor)
                 self._log_ready()
                 await self._stopping.wait()
                 log.info("stopping", grace_seconds=self._config.server.grace_seconds)
-                if server is not None:
-                    await self._stop_rpc(server)
+                await self._stop_rpc(servers)
                 for task in background:
                     task.cancel()
         log.info("stopped")
@@ -101,8 +109,8 @@ class Daemon:
             self._hurry.set()
         self._stopping.set()
 
-    async def _stop_rpc(self, server: RpcServer) -> None:
-        ending = asyncio.create_task(server.stop())
+    async def _stop_rpc(self, servers: Sequence[RpcServer]) -> None:
+        ending = asyncio.gather(*(server.stop() for server in servers))
         hurrying = asyncio.create_task(self._hurry.wait())
         await asyncio.wait((ending, hurrying), return_when=asyncio.FIRST_COMPLETED)
         hurrying.cancel()
@@ -298,9 +306,9 @@ class Daemon:
         store: Store,
         replica: Replica[Registration] | None,
         supervisor: Supervisor | None,
-    ) -> RpcServer | None:
+    ) -> list[RpcServer]:
         if replica is None or self._picking is None:
-            return None
+            return []
         c = self._config
         fleet = FleetView(replica, hybrid=c.index.hybrid == "exact")
 
@@ -315,8 +323,28 @@ class Daemon:
         server.add(lambda s: add_admin(s, admin))
         await self._first_load(replica)
         self._bound["grpc"] = await server.start()
+        servers = [server]
+        if c.ext_proc.listen:
+            picker = self._ext_proc(index)
+            servers.append(picker)
+            self._bound["ext_proc"] = await picker.start()
+            await picker.set_ready(True, HEALTH_NAMES)
         await server.set_ready(True)
-        return server
+        return servers
+
+    def _ext_proc(self, index: PickService) -> ExtProcServer:
+        c = self._config
+        chooser = Chooser(
+            index,
+            Tokens({}),
+            namespace=c.ext_proc.namespace,
+            budget=c.ext_proc.budget,
+            fallbacks=c.ext_proc.fallbacks,
+            max_concurrent=c.limits.max_concurrent_calls,
+        )
+        service = ExtProcService(chooser, ExtProcMetrics(self._metrics), c.ext_proc.max_body_bytes)
+        largest = max(c.server.max_message_bytes, c.ext_proc.max_body_bytes + (1 << 20))
+        return ExtProcServer(c.ext_proc.listen, service, largest, c.server.grace_seconds)
 
     async def _first_load(self, replica: Replica[Registration]) -> None:
         """Hold the port back until there is something to answer with, but not for ever."""

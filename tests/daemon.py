@@ -27,9 +27,11 @@ class Daemon:
 
     def __init__(self, role: str = "serve", **settings: Any) -> None:
         self.role = role
-        self.settings = {"server.listen": "127.0.0.1:0", "metrics.listen": "127.0.0.1:0"} | {
-            key.replace("__", "."): value for key, value in settings.items()
-        }
+        self.settings = {
+            "server.listen": "127.0.0.1:0",
+            "metrics.listen": "127.0.0.1:0",
+            "ext_proc.listen": "127.0.0.1:0",
+        } | {key.replace("__", "."): value for key, value in settings.items()}
         self.process: subprocess.Popen[str] | None = None
         self.records: list[dict[str, Any]] = []
         self.other: list[str] = []

@@ -50,6 +50,16 @@ class ExtProcConfig(Section, frozen=True, kw_only=True):
     """Envoy's external processor."""
 
     listen: Annotated[str, Meta(description='host:port; "" = off')] = "127.0.0.1:9002"
+    namespace: Annotated[str, Meta(description="Namespace whose workers are picked")] = ""
+    budget: Annotated[
+        float, Meta(gt=0, description="Time for a pick; then it is made by load alone")
+    ] = 0.05
+    fallbacks: Annotated[
+        int, Meta(ge=0, description="Further endpoints named after the picked one")
+    ] = 2
+    max_body_bytes: Annotated[int, Meta(ge=1024, description="Largest request body")] = (
+        64 * 1024 * 1024
+    )
 
 
 class MetricsConfig(Section, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kvindexd.fleet import Filter, Member, select
 from kvindexd.model import WorkerKey
@@ -15,7 +15,8 @@ from kvindexd.rpc.index_service import Context, IndexService, Observer, line, re
 from kvindexd.scoring.outcomes import Outcome
 from kvindexd.scoring.pair import pairs
 from kvindexd.scoring.picker import Choice
-from kvindexd.scoring.scorer import score
+from kvindexd.scoring.query import BlindQuery, Query
+from kvindexd.scoring.scorer import Scored, score
 from kvindexd.v1 import index_pb2 as pb
 
 MAX_LEASE = 24 * 3600.0
@@ -47,6 +48,15 @@ class Peers(Protocol):
     ) -> None:
         """Tell whoever picked the request that it has ended."""
         ...
+
+
+class Taken(NamedTuple):
+    """A pick that counts as load: the candidates best first, the request being on the first."""
+
+    request_id: str
+    query: Query
+    ranked: list[Choice]
+    lease: float
 
 
 class PickService(IndexService):
@@ -85,6 +95,18 @@ class PickService(IndexService):
 
     async def pick(self, request: pb.PickWorkerRequest) -> pb.PickWorkerResponse:
         """PickWorker without a connection, for other front ends. Raises RequestError."""
+        taken = await self.choose(request)
+        ranked = taken.ranked
+        rest = ranked[1 : request.score.options.top_k or len(ranked)]
+        return pb.PickWorkerResponse(
+            worker=line(ranked[0]),
+            fallbacks=[line(choice) for choice in rest],
+            request_id=taken.request_id,
+            prompt_tokens=taken.query.tokens,
+        )
+
+    async def choose(self, request: pb.PickWorkerRequest) -> Taken:
+        """Score, choose and count the request as load. Raises RequestError."""
         request_id = _request_id(request.request_id) or secrets.token_hex(12)
         lease = self._lease(request)
         asked = request.score
@@ -101,18 +123,41 @@ class PickService(IndexService):
             device_only=options.device_only,
             explain=options.explain,
         )
-        ranked = self._rank(asked, query, able, scored)
+        return self._take(request_id, query, self._rank(asked, query, able, scored), lease)
+
+    def choose_by_load(self, request: pb.PickWorkerRequest, tokens: int) -> Taken:
+        """`choose` without looking at the prompt, of which only the length is known or guessed;
+        with no model named, among the workers of all models. Raises RequestError."""
+        asked = request.score
+        prompt = asked.prompt
+        models = [prompt.model] if prompt.model else self._fleet.models(prompt.namespace)
+        members = [
+            m
+            for model in models
+            for m in self._scope(pb.Prompt(namespace=prompt.namespace, model=model)).members
+        ]
+        able = [m for m in select(members, Filter(tuple(asked.candidates))) if m.state in _PICKABLE]
+        if not able:
+            raise Unavailable(_nobody(members, asked))
+        query = BlindQuery(tokens)
+        ranked = self._picker.rank(query, able, [Scored()] * len(able), time.monotonic(), 0.0)
+        request_id = _request_id(request.request_id) or secrets.token_hex(12)
+        return self._take(request_id, query, ranked, self._lease(request))
+
+    def _take(self, request_id: str, query: Query, ranked: list[Choice], lease: float) -> Taken:
         ranked.sort(key=lambda choice: _PICKABLE.index(choice.member.state))
-        first = ranked[0]
-        self._picker.take(request_id, first, query, time.monotonic(), lease)
-        self._pick_observer.picked(first.member.key)
-        rest = ranked[1 : options.top_k or len(ranked)]
-        return pb.PickWorkerResponse(
-            worker=line(first),
-            fallbacks=[line(choice) for choice in rest],
-            request_id=request_id,
-            prompt_tokens=query.tokens,
-        )
+        self._picker.take(request_id, ranked[0], query, time.monotonic(), lease)
+        self._pick_observer.picked(ranked[0].member.key)
+        return Taken(request_id, query, ranked, lease)
+
+    def move(self, taken: Taken, place: int) -> Taken:
+        """The request went to another candidate than the first: count it there."""
+        self._picker.complete(taken.request_id, None, None, time.monotonic())
+        ranked = [taken.ranked[place], *taken.ranked[:place], *taken.ranked[place + 1 :]]
+        request_id = secrets.token_hex(12)
+        self._picker.take(request_id, ranked[0], taken.query, time.monotonic(), taken.lease)
+        self._pick_observer.picked(ranked[0].member.key)
+        return taken._replace(request_id=request_id, ranked=ranked)
 
     def _lease(self, request: pb.PickWorkerRequest) -> float:
         if not request.HasField("lease"):

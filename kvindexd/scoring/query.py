@@ -114,3 +114,18 @@ class ChainQuery(Query):
             return None
         step = entry // self._unit
         return self._ahead[step - 1 :: step][: len(keys)]
+
+
+class BlindQuery(Query):
+    """A prompt of which nothing but its length is known."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(b"")
+        self.tokens = tokens
+
+    async def hash(self, unit: int) -> None:
+        """Nothing to compute."""
+
+    def keys(self, unit: int) -> Names | None:
+        """Not knowable."""
+        return None

@@ -1,0 +1,173 @@
+"""The external processor's gRPC server: streams, health, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import structlog
+from prometheus_client import Counter, Histogram
+
+from kvindexd.extproc.v1 import ext_proc_pb2 as ep
+from kvindexd.rpc.ext_proc.choosing import Chooser, Decision, Refused
+from kvindexd.rpc.ext_proc.exchange import Exchange
+from kvindexd.rpc.ext_proc.messages import SERVICE, refusal
+from kvindexd.rpc.server import RpcServer
+from kvindexd.telemetry import Metrics
+
+log = structlog.get_logger(__name__)
+Context = grpc.aio.ServicerContext[Any, Any]
+HEALTH_NAMES = ("", "liveness", "readiness", SERVICE)
+_LEARN_SECONDS = 0.01
+"""Wait for a body from an Envoy that does not say its mode (before 1.33): one that comes without
+an answer to the headers means FULL_DUPLEX_STREAMED."""
+_LOG_EVERY = 10.0
+_SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+
+
+class ExtProcMetrics:
+    """What became of the requests; the Observer of all exchanges."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        registry = metrics.registry
+        self._requests = metrics.ext_proc_requests_total
+        self._served = Counter(
+            "ext_proc_served",
+            "Requests by who served them: the picked worker, a fallback, or another",
+            ("how",),
+            namespace="kvindexd",
+            registry=registry,
+        )
+        self.seconds = Histogram(
+            "ext_proc_pick_seconds",
+            "Time from the last needed message to the pick",
+            namespace="kvindexd",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._told = float("-inf")
+        self._untold = 0
+
+    def decided(self, decision: Decision) -> None:
+        """A worker was picked, by cache or by load alone."""
+        self._requests.labels("load" if decision.why else "cache").inc()
+        if decision.why and decision.taken.query.tokens:
+            self._by_load(decision.why)
+
+    def _by_load(self, why: str) -> None:
+        """One line now and then: behind a broken tokenizer every request comes here."""
+        now = time.monotonic()
+        self._untold += 1
+        if now - self._told >= _LOG_EVERY:
+            log.warning("picked_by_load", why=why, count=self._untold)
+            self._told, self._untold = now, 0
+
+    def refused(self, refused: Refused) -> None:
+        """A request got an error instead."""
+        self._requests.labels(str(refused.status)).inc()
+
+    def served(self, how: str) -> None:
+        """The gateway told who served."""
+        self._served.labels(how).inc()
+
+    def failed(self) -> None:
+        """A fault of ours."""
+        self._requests.labels("500").inc()
+
+
+class ExtProcService:
+    """ExternalProcessor/Process: one stream per HTTP request."""
+
+    def __init__(self, chooser: Chooser, metrics: ExtProcMetrics, max_body_bytes: int) -> None:
+        self._chooser = chooser
+        self._metrics = metrics
+        self._max_body = max_body_bytes
+
+    async def process(
+        self, _requests: AsyncIterator[ep.ProcessingRequest], context: Context
+    ) -> AsyncIterator[ep.ProcessingResponse]:
+        """Answer one stream; whatever ends it, what was picked is released."""
+        exchange = Exchange(self._chooser, self._metrics, self._max_body)
+        reading: asyncio.Future[Any] | None = None
+        try:
+            while not exchange.over:
+                message = await (reading or context.read())
+                reading = None
+                if message is grpc.aio.EOF:
+                    return
+                if _mode_unknown(message):
+                    reading = asyncio.ensure_future(context.read())
+                    await asyncio.wait((reading,), timeout=_LEARN_SECONDS)
+                    exchange.duplex = reading.done() and _is_body(reading)
+                started = time.perf_counter()
+                for answer in await self._answer(exchange, message):
+                    yield answer
+                self._metrics.seconds.observe(time.perf_counter() - started)
+        finally:
+            if reading is not None:
+                reading.cancel()
+            exchange.end()
+
+    async def _answer(
+        self, exchange: Exchange, message: ep.ProcessingRequest
+    ) -> list[ep.ProcessingResponse]:
+        try:
+            return await exchange.answer(message)
+        except Exception:
+            # In FULL_DUPLEX_STREAMED mode a stream that just ends sends an empty body upstream.
+            log.exception("ext_proc_failed", cost="the request gets status 500")
+            self._metrics.failed()
+            exchange.over = True
+            return [refusal(500, "internal", "the endpoint picker failed; its log says how")]
+
+
+def _mode_unknown(message: ep.ProcessingRequest) -> bool:
+    return (
+        message.WhichOneof("request") == "request_headers"
+        and not message.HasField("protocol_config")
+        and not message.request_headers.end_of_stream
+    )
+
+
+def _is_body(read: asyncio.Future[Any]) -> bool:
+    message = read.result() if read.exception() is None else None
+    return isinstance(message, ep.ProcessingRequest) and message.WhichOneof("request") in (
+        "request_body",
+        "request_trailers",
+    )
+
+
+class ExtProcServer(RpcServer):
+    """Owns the listening socket; a server of its own, since gateways reach it and no one else."""
+
+    def __init__(
+        self,
+        listen: str,
+        service: ExtProcService,
+        max_message_bytes: int,
+        grace_seconds: float,
+    ) -> None:
+        super().__init__(listen, max_message_bytes, grace_seconds)
+        handler = grpc.stream_stream_rpc_method_handler(
+            service.process,
+            ep.ProcessingRequest.FromString,
+            ep.ProcessingResponse.SerializeToString,
+        )
+        handlers = {"Process": handler}
+        self.add(
+            lambda server: server.add_generic_rpc_handlers(
+                (grpc.method_handlers_generic_handler(SERVICE, handlers),)
+            )
+        )
+
+    async def start(self) -> str:
+        """Bind and serve; the address really bound. Raises OSError, naming the setting."""
+        try:
+            bound = await super().start()
+        except OSError as e:
+            raise OSError(str(e).replace("server.listen", "ext_proc.listen")) from None
+        await self.set_ready(False, HEALTH_NAMES)
+        return bound
