@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 
+import msgspec
 import structlog
 import zmq
 
+from kvindexd import registration as registrations
 from kvindexd.groups import Treatment
 from kvindexd.ingest.counting import RankCounters
 from kvindexd.ingest.link import Link, LinkState
@@ -114,6 +116,9 @@ class RankIngest:
                 if waiting:
                     await self._let_the_owner_rebuild()
                 lease = await self._store.acquire(self.key, self._settings.owner, ttl)
+                if await self._superseded(lease):
+                    await asyncio.sleep(self._settings.heartbeat)
+                    continue
             except LeaseHeld as e:
                 if e.owner != waiting:
                     waiting = e.owner
@@ -130,6 +135,24 @@ class RankIngest:
                 self._degraded, self._gone = "", False
                 self._log.info("rank_owned", epoch=lease.epoch, last_seq=lease.last_seq)
                 return lease
+
+    async def _superseded(self, lease: Lease) -> bool:
+        """Whether the rank now names another engine than the one we follow: what ours announces
+        must not be credited to it. A change after this look revokes the lease."""
+        record = await self._store.get_worker(self.key)
+        try:
+            known = registrations.decode(record.registration)
+        except msgspec.MsgspecError:
+            return False
+        if not self.registration.replaces_cache(known):
+            return False
+        self.detail = (
+            f"registered anew with {known.kv_events_endpoint} for {known.address}; this process "
+            f"follows {self.registration.kv_events_endpoint}: change its configuration, or theirs"
+        )
+        self._log.warning("rank_superseded", detail=self.detail)
+        await self._store.release(lease)
+        return True
 
     async def _let_the_owner_rebuild(self) -> None:
         """After the store lost its data, its last owner has the only copy: let it go first."""
