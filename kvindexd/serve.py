@@ -20,6 +20,7 @@ import structlog
 from kvindexd import registration as registrations
 from kvindexd._version import __version__
 from kvindexd.config import Config, parse_listen
+from kvindexd.ingest.engine_metrics import EngineMetrics, MetricsSettings
 from kvindexd.ingest.session import IngestSettings
 from kvindexd.ingest.supervisor import Supervisor
 from kvindexd.model import WorkerKey
@@ -212,6 +213,11 @@ class Daemon:
             yield "picking", self._picking.run()
         if supervisor is not None:
             yield "ingest", supervisor.run()
+            e = self._config.engine_metrics
+            if e.interval:
+                settings = MetricsSettings(e.interval, e.timeout, e.path)
+                engines = EngineMetrics(store, supervisor.registrations, settings)
+                yield "engine-metrics", engines.run()
             if replica is not None:
                 yield "follow", self._follow(store, replica, supervisor)
             else:

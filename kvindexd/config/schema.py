@@ -209,6 +209,19 @@ class PickConfig(Section, frozen=True, kw_only=True):
     ] = 60.0
 
 
+class EngineMetricsConfig(Section, frozen=True, kw_only=True):
+    """Reading the load that engines show on their own metrics pages."""
+
+    interval: Annotated[float, Meta(ge=0, description="Interval of reading them; 0 = off")] = 0.0
+    path: Annotated[
+        str, Meta(pattern="^/", description="Path of the page, on the worker's address")
+    ] = "/metrics"
+    timeout: Annotated[float, Meta(gt=0, description="Longest wait for a page")] = 2.0
+    waiting_weight: Annotated[
+        float, Meta(ge=0, description="Load in blocks per request in the engine's queue")
+    ] = 0.0
+
+
 class GroupsConfig(Section, frozen=True, kw_only=True):
     """KV-cache groups."""
 
@@ -291,6 +304,7 @@ class Config(Section, frozen=True, kw_only=True):
     redis: RedisConfig = RedisConfig()
     ingest: IngestConfig = IngestConfig()
     pick: PickConfig = PickConfig()
+    engine_metrics: EngineMetricsConfig = EngineMetricsConfig()
     groups: GroupsConfig = msgspec.field(default_factory=GroupsConfig)
     limits: LimitsConfig = LimitsConfig()
     workers: Annotated[list[WorkerConfig], Meta(description="Workers registered at start")] = (

@@ -36,6 +36,10 @@ class Supervisor:
         found = self._ranks.get(key)
         return found[0] if found is not None else None
 
+    def registrations(self) -> list[Registration]:
+        """The ranks that are to be followed."""
+        return list(self._wanted.values())
+
     def set_rank(self, registration: Registration) -> None:
         """Follow a rank from now on, or anew where what it takes to follow it changed."""
         if self._wanted.get(registration.key) != registration:

@@ -32,6 +32,8 @@ class FleetView:
         self._replica = replica
         self._hybrid = hybrid
         self._clock = clock
+        self.engine_load: Callable[[WorkerKey], pb.EngineLoad | None] = lambda _: None
+        """What a rank's engine says of its own load, where anybody asks it."""
         self._candidates: dict[WorkerKey, tuple[Stamp, Candidate]] = {}
         self._scopes: dict[tuple[str, str], tuple[float, int, Scope]] = {}
 
@@ -105,6 +107,9 @@ class FleetView:
         now = self._clock()
         judged = view.judge(now)
         message = codec.worker_message(view.registration)
+        load = self.engine_load(view.key)
+        if load is not None:
+            message.engine_load.CopyFrom(load)
         message.state = getattr(pb, judged.state)
         message.detail = judged.detail
         message.epoch = view.epoch

@@ -11,12 +11,15 @@ import msgspec
 import numpy as np
 import structlog
 
+from kvindexd.ingest.engine_metrics import SOURCE as ENGINE
+from kvindexd.ingest.engine_metrics import EngineLoad
 from kvindexd.model import WorkerKey
 from kvindexd.scoring.load import PeerLoad
 from kvindexd.scoring.outcomes import Outcome
 from kvindexd.scoring.picker import Picker, request_number
 from kvindexd.store import NotRegistered, StoreError
 from kvindexd.store.records import LoadReport
+from kvindexd.v1 import index_pb2 as pb
 
 log = structlog.get_logger(__name__)
 
@@ -33,6 +36,8 @@ _FORGOTTEN = 600.0
 """Seconds after which the report of a scorer that has gone is removed."""
 _REMEMBER = 10.0
 """Seconds for which a completion is offered to the other scorers."""
+_ENGINE_COUNTS = 15.0
+"""Seconds for which the queue that an engine showed counts as load."""
 _MAX_PENDING = 10_000
 _CALL_TIMEOUT = 5.0
 
@@ -57,6 +62,7 @@ class _Report(msgspec.Struct, frozen=True, array_like=True):
     done: tuple[_Done, ...] = ()
 
 
+_engines = msgspec.msgpack.Decoder(EngineLoad)
 _decoder = msgspec.msgpack.Decoder(_Report)
 
 
@@ -99,14 +105,18 @@ class LoadSharing:
         *,
         interval: float = 0.25,
         on_outcome: Callable[[Outcome], None] = lambda _: None,
+        waiting_weight: float = 0.0,
     ) -> None:
         """`source`: a name for this scorer that no other one has. `on_outcome` is told of what
-        engines reported through other scorers about picks made here."""
+        engines reported through other scorers about picks made here. `waiting_weight`: load in
+        blocks per request that waits in an engine's own queue."""
         self._store = store
         self._picker = picker
         self._source = source
         self._interval = interval
         self._on_outcome = on_outcome
+        self._waiting_weight = waiting_weight
+        self._engines: dict[WorkerKey, tuple[EngineLoad, float]] = {}
         self._pending: dict[int, _Pending] = {}
         self._owners: dict[int, WorkerKey] = {}
         self._sent: dict[WorkerKey, tuple[int, float]] = {}
@@ -163,11 +173,15 @@ class LoadSharing:
 
     async def _take_in(self, loads: Mapping[WorkerKey, Mapping[str, LoadReport]]) -> None:
         self._owners, self._gone, known = {}, [], {}
+        self._engines = {k: v for k, v in self._engines.items() if k in loads}
         for key in {*loads, *self._picker.ledger.workers()}:
             now, peers = time.monotonic(), []
             for source, raw in loads.get(key, {}).items():
                 if raw.age_ms > _FORGOTTEN * 1000:
                     self._gone.append((key, source))
+                if source == ENGINE:
+                    self._engine(key, raw, now)
+                    continue
                 if source == self._source or raw.age_ms > _ALIVE * 1000:
                     continue
                 entry = self._decode(self._known.get((key, source)), raw.payload)
@@ -182,6 +196,27 @@ class LoadSharing:
             self._picker.ledger.set_peers(key, peers)
             await asyncio.sleep(0)
         self._known = known
+
+    def _engine(self, key: WorkerKey, raw: LoadReport, now: float) -> None:
+        try:
+            load = _engines.decode(raw.payload)
+        except msgspec.MsgspecError:
+            return
+        read_at = now - raw.age_ms / 1000
+        self._engines[key] = (load, read_at)
+        queued = load.waiting * self._waiting_weight
+        self._picker.ledger.set_queued(key, queued, read_at + _ENGINE_COUNTS)
+
+    def engine_load(self, key: WorkerKey) -> pb.EngineLoad | None:
+        """What the rank's engine said of itself last, None if it is not asked."""
+        found = self._engines.get(key)
+        if found is None:
+            return None
+        load, read_at = found
+        age = max(0, int((time.monotonic() - read_at) * 1000))
+        return pb.EngineLoad(
+            running=load.running, waiting=load.waiting, cache_usage=load.usage, age_ms=age
+        )
 
     @staticmethod
     def _decode(

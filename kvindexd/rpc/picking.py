@@ -90,12 +90,14 @@ class Picking:
             f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}",
             interval=config.pick.share_interval,
             on_outcome=self._observer.turned_out,
+            waiting_weight=config.engine_metrics.waiting_weight,
         )
         watch_predictions(replica, self.picker)
 
     def service(self, fleet: FleetView) -> PickService:
         """The KVIndex service over a fleet."""
         limits = self._config.limits
+        fleet.engine_load = self.sharing.engine_load
         return PickService(
             fleet,
             self._observer,

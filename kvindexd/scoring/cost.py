@@ -30,16 +30,17 @@ class Weights(NamedTuple):
 
 
 class Load(NamedTuple):
-    """A worker's load in blocks: distinct prompt blocks in flight, and the decayed sum of blocks
-    that recent picks made it compute."""
+    """A worker's load in blocks: distinct prompt blocks in flight, the decayed sum of blocks that
+    recent picks made it compute, and what its engine says is queued, where that counts."""
 
     active_blocks: int = 0
     recent_blocks: float = 0.0
+    queued_blocks: float = 0.0
 
     @property
     def total(self) -> float:
         """The load term of the cost."""
-        return self.active_blocks + self.recent_blocks
+        return self.active_blocks + self.recent_blocks + self.queued_blocks
 
 
 IDLE = Load()

@@ -70,6 +70,8 @@ class _Rank:
         "fresh",
         "more",
         "peers",
+        "queued",
+        "queued_until",
         "recent",
         "remote",
         "requests",
@@ -87,6 +89,8 @@ class _Rank:
         self.extra = 0
         """Blocks in flight through other scorers only."""
         self.more = 0
+        self.queued = 0.0
+        self.queued_until = 0.0
         self.version = 0
 
 
@@ -217,6 +221,12 @@ class LoadLedger:
         rank.more = sum(p.more for p in found)
         rank.extra = sum(1 for name in rank.remote if name not in rank.counts)
 
+    def set_queued(self, worker: WorkerKey, blocks: float, until: float) -> None:
+        """What the worker's engine says is queued, in blocks; it counts until then."""
+        if blocks or worker in self._ranks:
+            rank = self._ranks.setdefault(worker, _Rank())
+            rank.queued, rank.queued_until = blocks, until
+
     # -- reading ------------------------------------------------------------------------------
 
     def load(self, worker: WorkerKey, now: float) -> Load:
@@ -229,7 +239,8 @@ class LoadLedger:
             recent += peer.recent * self._decay(now - peer.at)
         if recent < _NEGLIGIBLE:
             recent = 0.0
-        return Load(len(rank.counts) + rank.extra + rank.more, recent)
+        queued = rank.queued if now < rank.queued_until else 0.0
+        return Load(len(rank.counts) + rank.extra + rank.more, recent, queued)
 
     def shared(self, worker: WorkerKey, keys: Iterable[int]) -> int:
         """How many leading blocks of a prompt are in flight on a worker rank."""
