@@ -20,6 +20,8 @@ MAIN_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"
 WINDOW_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
 CHUNK_KINDS = frozenset({"chunked_local_attention"})
 STATE_KINDS = frozenset({"mamba"})
+NO_REUSE_KINDS = frozenset({"encoder_only_attention", "cross_attention"})
+"""Ignored kinds that have no say in what prefix is reused."""
 AUXILIARY_KINDS = WINDOW_KINDS | CHUNK_KINDS | STATE_KINDS
 
 ABSENT = ""

@@ -11,11 +11,12 @@ from kvindexd.groups import (
     ABSENT,
     CHUNK_KINDS,
     MAIN_KINDS,
+    NO_REUSE_KINDS,
     STATE_KINDS,
     WINDOW_KINDS,
     Treatment,
 )
-from kvindexd.model import Plane, Profile, Tier
+from kvindexd.model import GroupInfo, Plane, Profile, Tier
 
 
 class Spec(NamedTuple):
@@ -42,7 +43,11 @@ class Spec(NamedTuple):
 
 
 class WorkerOptions(NamedTuple):
-    """Facts that no wire carries (02-wire-and-groups.md section 4)."""
+    """Facts that no wire carries (02-wire-and-groups.md section 4).
+
+    `hidden_groups`: groups that publish nothing, or whose rules are not known here, have a say:
+    answers are upper bounds.
+    """
 
     eagle: bool = False
     chunk_size: int = 0
@@ -92,6 +97,8 @@ def geometry(profile: Profile, options: WorkerOptions, hybrid: bool = True) -> G
     used = main + (auxiliary if hybrid else ())
     alignment = fine or (math.lcm(*(s.block_size for s in used)) if used else 1)
     lowest = main or auxiliary
+    if (auxiliary and not hybrid) or any(map(_unknowable, profile.groups)):
+        options = options._replace(hidden_groups=True)
     return Geometry(
         profile.unit,
         profile.lookahead,
@@ -102,6 +109,11 @@ def geometry(profile: Profile, options: WorkerOptions, hybrid: bool = True) -> G
         lowest[0].block_size if lowest else 0,
         options,
     )
+
+
+def _unknowable(group: GroupInfo) -> bool:
+    """Whether the engine asks this group too before it reuses, by rules that nobody here knows."""
+    return group.treated_as == Treatment.IGNORED and group.kind not in NO_REUSE_KINDS
 
 
 def _fine_hits(specs: Iterable[Spec]) -> int:
