@@ -74,7 +74,9 @@ def http_caller(target: str, path: str, bodies: Sequence[bytes]) -> Callable[[in
 
 
 def _frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:
-    return struct.pack(">I", len(body))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + body
+    return (
+        struct.pack(">I", len(body))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + body
+    )
 
 
 def _literal(name: str, value: str) -> bytes:

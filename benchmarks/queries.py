@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from benchmarks.client import pack_bodies
+from benchmarks.feeder import Feeder
 from benchmarks.measure import median, percentiles
 from benchmarks.sides import MODEL, Ours, Peer, Side
 from benchmarks.workload import Engines, Prompts, Tokens, payload, prefix_events
@@ -108,7 +108,8 @@ def peer_bodies(asked: Iterable[Tokens], by: str) -> list[bytes]:
         else:
             packed = tokens.astype("<u4").tobytes()
             hashes = (
-                xxhash.xxh3_64_intdigest(packed[i : i + 64], 1337) for i in range(0, len(packed), 64)
+                xxhash.xxh3_64_intdigest(packed[i : i + 64], 1337)
+                for i in range(0, len(packed), 64)
             )
             body["block_hashes"] = [h - 2**64 if h >= 2**63 else h for h in hashes]
         out.append(json.dumps(body, separators=(",", ":")).encode())
@@ -206,14 +207,31 @@ def describe(result: dict[str, Any]) -> str:
     for name in ("kvindexd", "peer"):
         if name in result:
             r = result[name]
-            parts.append(f"{name} p50 {r['p50']:8.0f} p99 {r['p99']:8.0f} cpu {r['cpu_us']:8.0f} us")
+            parts.append(
+                f"{name} p50 {r['p50']:8.0f} p99 {r['p99']:8.0f} cpu {r['cpu_us']:8.0f} us"
+            )
     if "p50_ratio" in result:
         parts.append(f"ratio p50 {result['p50_ratio']} cpu {result['cpu_us_ratio']}")
     return " | ".join(parts)
 
 
-def shuffled(cases: Sequence[Case], seed: int = 7) -> list[Case]:
-    """In random order, so that a slow quarter of an hour does not fall on one kind of case."""
-    out = list(cases)
-    random.Random(seed).shuffle(out)
-    return out
+def run_busy(
+    make_sides: Callable[[], list[Side]], say: Callable[[str], None], rate: int = 20_000
+) -> list[dict[str, Any]]:
+    """Token queries while blocks come in from one more rank, `rate` a second."""
+    case, seconds, repeats = Case(64, 1000), 2.0, 3
+    fleet = Fleet(case.ranks, case.blocks, case.shape, make_sides())
+    lasts = 3 + (seconds + 3) * repeats * len(fleet.sides)
+    feeder = Feeder(1, int(rate * lasts) // 64, 64, rate, len(fleet.sides))
+    try:
+        for side in fleet.sides:
+            assert isinstance(side, Ours | Peer)
+            side.register(feeder.endpoints, first=case.ranks)
+        feeder.go()
+        result = compare(fleet, case, repeats, seconds)
+        result["case"] += f", {rate} blocks/s coming in"
+        say(describe(result))
+        return [result]
+    finally:
+        fleet.close()
+        feeder.stop()

@@ -108,9 +108,9 @@ class Ours(Side):
         """The last lines it wrote."""
         return "".join(self._tail)
 
-    def register(self, endpoints: Sequence[str]) -> None:
-        """One worker per event endpoint: w0, w1, ..."""
-        for i, endpoint in enumerate(endpoints):
+    def register(self, endpoints: Sequence[str], first: int = 0) -> None:
+        """One worker per event endpoint: w0, w1, ..., or from another number on."""
+        for i, endpoint in enumerate(endpoints, first):
             worker = pb.Worker(
                 worker_id=f"w{i}",
                 model=MODEL,
@@ -118,6 +118,11 @@ class Ours(Side):
                 kv_events_endpoint=endpoint,
             )
             self.admin.RegisterWorker(pb.RegisterWorkerRequest(worker=worker), timeout=30)
+
+    def index_stats(self) -> dict[str, int]:
+        """Sizes of the replica."""
+        stats = self.admin.IndexStats(pb.IndexStatsRequest(), timeout=30)
+        return {"blocks": stats.blocks, "entries": stats.entries, "bytes": stats.bytes}
 
     def wait_applied(self, last: Sequence[int], deadline: float = 300.0) -> None:
         """Until queries see the batch with this number of every rank (-1: none yet)."""
@@ -206,9 +211,9 @@ class Peer(Side):
         finally:
             connection.close()
 
-    def register(self, endpoints: Sequence[str]) -> None:
+    def register(self, endpoints: Sequence[str], first: int = 0) -> None:
         """Instances 1, 2, ... of the same event endpoints."""
-        for i, endpoint in enumerate(endpoints):
+        for i, endpoint in enumerate(endpoints, first):
             body = {
                 "instance_id": i + 1,
                 "endpoint": endpoint,
