@@ -86,13 +86,13 @@ def parse_page(text: str, dp_rank: int = 0) -> EngineLoad:
     return EngineLoad(int(running or 0), int(waiting or 0), min(1.0, usage or 0.0))
 
 
-async def read_page(address: str, path: str, timeout: float) -> str:
-    """The page at http://address/path. Raises EngineMetricsError, within `timeout` seconds."""
+async def read_page(address: str, path: str, within: float) -> str:
+    """The page at http://address/path. Raises EngineMetricsError, within so many seconds."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise EngineMetricsError(f"address {address!r} has no port")
     try:
-        async with asyncio.timeout(timeout):
+        async with asyncio.timeout(within):
             reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
             try:
                 writer.write(
@@ -103,7 +103,7 @@ async def read_page(address: str, path: str, timeout: float) -> str:
             finally:
                 writer.close()
     except TimeoutError:
-        raise EngineMetricsError(f"no answer within {timeout:g} s") from None
+        raise EngineMetricsError(f"no answer within {within:g} s") from None
     except OSError as e:
         raise EngineMetricsError(f"cannot connect to {address}: {e}") from None
     head, _, body = raw.partition(b"\r\n\r\n")
