@@ -17,6 +17,9 @@ from kvindexd.telemetry import Metrics
 
 log = structlog.get_logger(__name__)
 
+_PATIENCE = 5.0
+"""Seconds that a rank gets to save where it stands and to release its lease."""
+
 
 class Supervisor:
     """Runs a RankIngest per rank. `set_rank` and `drop_rank` may be called at any time while
@@ -82,7 +85,7 @@ class Supervisor:
             if key not in self._wanted:
                 self._metrics.forget_worker(str(key))
         if stopped:
-            await asyncio.wait(stopped)
+            await _ended(stopped)
         for key, registration in self._wanted.items():
             if key not in self._ranks:
                 self._start(tasks, registration)
@@ -106,3 +109,13 @@ class Supervisor:
                 pause = min(60.0, pause * 2)
             else:
                 return
+
+
+async def _ended(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Until all of these, which are cancelled, have ended: whatever waits behind them waits too."""
+    _, pending = await asyncio.wait(tasks, timeout=_PATIENCE)
+    while pending:
+        log.error("rank_did_not_stop", tasks=[t.get_name() for t in pending])
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=_PATIENCE)

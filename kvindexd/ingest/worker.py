@@ -71,6 +71,9 @@ class RankIngest:
     async def run(self) -> None:
         """Follow the rank until this task is cancelled."""
         while True:
+            # A TaskGroup that ends by an error while it is cancelled tells of the error alone.
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise asyncio.CancelledError
             try:
                 await self._own(await self._acquire())
             except NotRegistered as e:
