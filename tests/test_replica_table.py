@@ -183,6 +183,9 @@ def test_chain_lookup_is_exact_across_gaps_and_reused_rows() -> None:
     absent = set(gone)
     for name, row in zip(query.tolist(), rows.tolist(), strict=True):
         assert (row > 0) == (name in set(chain) and name not in absent)
+    blanks = np.isin(query, np.array(gone, np.uint64))
+    rows = table.lookup(np.where(blanks, np.uint64(0), query))
+    assert (rows[blanks] == -1).all()  # name 0 is nobody's, freed rows have it
     for start in (0, 250, 300, 305, 600, 1400, 1990):
         exact = table.lookup(query[start:])
         leading = table.lookup(query[start:], prefix=True)
