@@ -4,8 +4,8 @@
 
 It prints the endpoints as JSON, waits for a line on stdin and for the subscribers, publishes EVENTS
 batches of one event round robin over the ranks, and prints when it began and ended (Unix seconds)
-and the last sequence number of each rank. RATE is in blocks per second, 0 = as fast as it goes; with
-a rate every batch carries the time at which it is sent. It then waits for stdin to close.
+and the last sequence number of each rank. RATE is in blocks per second, 0 = as fast as it goes.
+Every batch carries the time at which it is sent. It then waits for stdin to close.
 """
 
 from __future__ import annotations

@@ -123,8 +123,8 @@ def markdown(results: dict[str, Any]) -> str:
     lines = [
         f"# {'Quick' if results['quick'] else 'Full'} run of {m['date']}",
         "",
-        f"kvindexd {results['kvindexd']}, peer {results['peer'] or 'not measured'}; {m['cores']} cores, "
-        f"{m['cpu']}, load average {m['load_average']} at the start; Python {m['python']}, "
+        f"kvindexd {results['kvindexd']}, peer {results['peer'] or 'not measured'}; "
+        f"{m['cores']} cores, {m['cpu']}, load average {m['load_average']} at the start; Python {m['python']}, "
         + ", ".join(f"{k} {v}" for k, v in m["packages"].items()),
         "",
         "| what | target | measured | |",

@@ -2,9 +2,9 @@
 
     python -m benchmarks.run [--quick] [--only SUITE ...] [--no-peer] [--out FOLDER]
 
-Whatever listens or connects does so in a network namespace of its own that has nothing but loopback:
-the peer listens on every interface and has no option against it. Without the right to make such a
-namespace kvindexd is measured alone.
+Whatever listens or connects does so in a network namespace of its own that has nothing but
+loopback: the peer listens on every interface and has no option against it. Without the right to
+make such a namespace kvindexd is measured alone.
 """
 
 from __future__ import annotations

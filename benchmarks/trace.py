@@ -186,8 +186,6 @@ def run(*, quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
     for capacity in (2_000, 20_000) if quick else (1_000, 2_000, 5_000, 20_000):
         for name, choose in policies():
             out[f"{name}_{capacity}"] = play(trace, choose, 8, capacity)
-            say(
-                f"trace, {capacity} blocks a worker, {name}: "
-                + json.dumps(out[f"{name}_{capacity}"])
-            )
+            figures = json.dumps(out[f"{name}_{capacity}"])
+            say(f"trace, {capacity} blocks a worker, {name}: {figures}")
     return out
