@@ -13,6 +13,7 @@ from reliability import QUICK, matched, running, state, stored
 
 from kvindexd.testing.engine import FakeEngine, free_ports
 from kvindexd.testing.process import EngineProcess
+from kvindexd.v1 import index_pb2 as pb
 
 
 @pytest.fixture(scope="module")
@@ -120,3 +121,15 @@ def test_a_half_open_connection_is_noticed(daemon: Daemon) -> None:
         engine.call("publish", events=[stored(1)])
         daemon.until_seq("frozen", 1)
         daemon.until(lambda: matched(daemon, 2, "frozen") == 2, "nothing was lost")
+
+
+def test_an_engine_that_ends_while_it_is_deregistered_freezes_nothing(daemon: Daemon) -> None:
+    """Its connection ends in the very moment in which its socket is closed."""
+    for n in range(40):
+        with FakeEngine() as engine:
+            daemon.register("ends", engine.endpoint(), replay_endpoint=engine.replay_endpoint())
+            engine.wait_subscribed()
+            engine.publish([stored(n)])
+            request = pb.DeregisterWorkerRequest(worker_id="ends")
+            daemon.admin.DeregisterWorker(request, timeout=10)
+    daemon.until(lambda: matched(daemon, 1, "ends") == -1, "gone")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -36,6 +37,7 @@ __all__ = [
 log = structlog.get_logger(__name__)
 
 _MAX_RECREATE_WAIT = 60.0
+_numbers = itertools.count()
 _OUT_OF_STEP = 4
 """Messages in a row that look shifted before the socket is replaced. Replacing it loses whatever
 waits in it, so that one piece of garbage must cost itself only."""
@@ -126,18 +128,18 @@ class Subscriber:
         """
         settings = self._settings
         socket = self._context.socket(zmq.SUB)
+        monitor = self._context.socket(zmq.PAIR)
         try:
             _configure(socket, settings, self._endpoint)
             # From here on events are queued for us, so that the first connection is not missed.
-            monitor = socket.get_monitor_socket(MONITORED)
+            _watch(socket, monitor)
             socket.subscribe(settings.topic)
             if settings.bind:
                 socket.bind(self._endpoint)
             else:
                 socket.connect(self._endpoint)
         except zmq.ZMQError as e:
-            socket.disable_monitor()
-            socket.close(0)
+            _close(socket, monitor)
             verb = "bind" if settings.bind else "connect to"
             hint = "; is another process bound to it?" if e.errno == zmq.EADDRINUSE else ""
             raise TransportError(f"cannot {verb} {self._endpoint}: {e.strerror}{hint}") from e
@@ -145,10 +147,9 @@ class Subscriber:
 
     def close(self) -> None:
         """Close the socket; what it still holds is dropped, a replay brings it back."""
-        socket, self._socket, self._monitor = self._socket, None, None
-        if socket is not None:
-            socket.disable_monitor()
-            socket.close(0)
+        socket, monitor, self._socket, self._monitor = self._socket, self._monitor, None, None
+        if socket is not None and monitor is not None:
+            _close(socket, monitor)
 
     async def receive(
         self, within: float | None = None, max_frames: int = 256, max_bytes: int = 4 << 20
@@ -236,6 +237,24 @@ class Subscriber:
         good = event is LinkEvent.CONNECTED
         emit = self._log.info if good else self._log.warning
         emit(f"link_{event.value}", detail=self.link.describe(now))
+
+
+def _watch(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
+    """Have a socket's events sent to `monitor`, however many: ZeroMQ's I/O thread waits where they
+    cannot be sent, and all sockets with it."""
+    monitor.setsockopt(zmq.RCVHWM, 0)
+    monitor.setsockopt(zmq.LINGER, 0)
+    address = f"inproc://monitor-{next(_numbers)}"
+    socket.monitor(address, MONITORED)
+    monitor.connect(address)
+
+
+def _close(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
+    """Close both, in the one order that cannot hang: with its reader gone, an event that comes now
+    would hold the I/O thread, and the end of the monitoring would wait for that thread for ever."""
+    socket.monitor(None, 0)
+    monitor.close(0)
+    socket.close(0)
 
 
 def _configure(socket: zmq.Socket[bytes], settings: SubscriberSettings, endpoint: str) -> None:
