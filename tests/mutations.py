@@ -238,6 +238,13 @@ MUTATIONS = [
         f"{LIVENESS} -k half_open",
     ),
     m(
+        "the monitor's reader is closed before the socket",
+        f"{I}/transport.py",
+        "    socket.monitor(None, 0)\n    monitor.close(0)\n",
+        "    monitor.close(0)\n    socket.monitor(None, 0)\n",
+        f"{LIVENESS} -k ends",
+    ),
+    m(
         "one shifted message replaces the socket",
         f"{I}/transport.py",
         "_OUT_OF_STEP = 4",
