@@ -360,7 +360,7 @@ def test_field_a_burst_before_a_silence_is_consumed_whole(daemon: Daemon) -> Non
     """G20, G17: nothing waits for the next message, and no receive that is cancelled loses one."""
     with FakeEngine(replay_port=None) as engine:
         follow(daemon, engine, "g20")
-        for n in range(0, 6000):
+        for n in range(6000):
             engine.publish([stored(n % 40)])
         daemon.until_seq("g20", 5999)
         assert counter(daemon, "gaps", "g20") == 0
