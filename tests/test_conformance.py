@@ -25,7 +25,7 @@ INEXACT = {
     "s_ns_dynamo": "extra_key is in the hash and not on the wire",
     "s_swa_ps16": "the window part of the tree publishes nothing: an upper bound",
     "s_mamba_ps1": "the state part of the tree publishes nothing: an upper bound",
-    "i_kimi_partial_hash": "partial entries of unannounced parents: under-reported",
+    "i_kimi_partial_hash": "tokens before a partial entry, not announced yet: under-reported",
     "j_simple_cpu_offload": "loads in flight: under-reported",
     "j_simple_cpu_offload_gptoss": "loads in flight: under-reported",
 }

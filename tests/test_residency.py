@@ -144,6 +144,15 @@ def test_sparse_blocks_said_again_live_on() -> None:
     assert rank.matched(A + B) == 0
 
 
+def test_a_sparse_block_said_again_holds_no_other_up() -> None:
+    rank = Rank(Options(unbound_ttl=60.0))
+    rank.send(stored([HB], A + B), now=100.0)
+    rank.send(stored([HD], C + D), now=110.0)
+    rank.send(stored([HB], A + B), now=150.0)
+    rank.send(now=171.0)
+    assert (rank.matched(A + B), rank.matched(C + D)) == (2, 0)
+
+
 def test_sparse_blocks_go_with_their_removal_clear_and_restart() -> None:
     for goodbye in ([removed([HB])], [CLEARED]):
         rank = Rank()
