@@ -170,6 +170,9 @@ class Session:
             tasks.create_task(self._receive(), name=f"receive {self._name}")
             tasks.create_task(self._consume(), name=f"consume {self._name}")
             tasks.create_task(self._beat(), name=f"heartbeat {self._name}")
+            # Only a group whose body still waits takes back the cancellation with which it ends
+            # the body when a task fails; else we would be taken for cancelled ever after.
+            await asyncio.Event().wait()
 
     async def _load(self) -> None:
         if not self._lease.intact:
