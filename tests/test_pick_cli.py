@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 from daemon import Daemon, serving
-from picks import complete, fresh, hold, pick
+from picks import complete, fresh, hold, pick, stored
 from typer.testing import CliRunner
 
 from kvindexd.cli.main import app
 from kvindexd.testing.engine import FakeEngine
+from kvindexd.v1 import index_pb2 as pb
 
 RUN = CliRunner()
 
@@ -99,3 +100,43 @@ def test_audit_compares_promises_with_outcomes(daemon: Daemon) -> None:
         assert (rows["right"]["drifting"], rows["wrong"]["drifting"]) == (False, True)
         assert (rows["wrong"]["over"], rows["wrong"]["resyncs"]) == (4, 1)
         run("audit", "right", *server)
+
+
+def test_audit_compares_the_index_with_a_replay(daemon: Daemon) -> None:
+    server = ("--server", daemon.ready["grpc"])
+    with FakeEngine() as engine:
+        daemon.register("rep", engine.endpoint(), replay_endpoint=engine.replay_endpoint())
+        engine.wait_subscribed()
+        events = [stored(fresh(n)) for n in (4, 3, 2)]
+        for event in events:
+            engine.publish([event])
+        daemon.until_seq("rep", 2)
+        said = run("audit", "rep", "--replay", *server)
+        assert "batches 0 to 2, all that it holds" in said
+        assert "held by the replay 9, by the index 9" in said
+        assert "looked up 9, missing in the index 0" in said
+        # The index forgets; the engine's history does not.
+        daemon.admin.PurgeWorker(pb.PurgeWorkerRequest(worker_id="rep"), timeout=10)
+        daemon.until(lambda: daemon.worker("rep").blocks.get("device", 0) == 0, "purged")
+        engine.publish([stored(fresh(1))])
+        daemon.until_seq("rep", 3)
+        found = json.loads(run("audit", "rep", "--replay", "--json", *server, status=1))
+        assert (found["replay_blocks"], found["index_blocks"], found["missing"]) == (10, 1, 9)
+        assert "credited with too little" in found["finding"]
+        run("audit", "--replay", *server, status=2)
+        daemon.register("mute", engine.endpoint())
+        assert "no replay_endpoint" in run("audit", "mute", "--replay", *server, status=1)
+
+
+def test_audit_needs_a_replay_that_answers(daemon: Daemon) -> None:
+    server = ("--server", daemon.ready["grpc"])
+    with FakeEngine() as engine:
+        engine.replay_mode("silent")
+        daemon.register("gone", engine.endpoint(), replay_endpoint=engine.replay_endpoint())
+        engine.wait_subscribed()
+        event = stored(fresh(4))
+        daemon.until_seq("gone", engine.publish([event]))
+        said = run("audit", "gone", "--replay", *server, status=1)
+        assert "no answer" in said
+        engine.replay_mode("normal")
+        assert "ok" in run("audit", "gone", "--replay", *server)
