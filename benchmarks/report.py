@@ -124,7 +124,8 @@ def markdown(results: dict[str, Any]) -> str:
         f"# {'Quick' if results['quick'] else 'Full'} run of {m['date']}",
         "",
         f"kvindexd {results['kvindexd']}, peer {results['peer'] or 'not measured'}; "
-        f"{m['cores']} cores, {m['cpu']}, load average {m['load_average']} at the start; Python {m['python']}, "
+        f"{m['cores']} cores, {m['cpu']}, load average {m['load_average']} at the start; "
+        f"Python {m['python']}, "
         + ", ".join(f"{k} {v}" for k, v in m["packages"].items()),
         "",
         "| what | target | measured | |",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from kvindexd.model import ADD, REMOVE, EngineHash, GroupInfo, Plane, Slot
 from kvindexd.planes import COUNT_BITS, COUNT_MASK, Membership, memberships
@@ -120,6 +120,29 @@ class Holdings:
         self.blocks[engine_hash] = block
         self.dirty.add(engine_hash)
         self._shift_held(block, slot, shift, 1)
+
+    def store_all(self, fresh: Iterable[tuple[EngineHash, Block]], slot: int) -> None:
+        """`store` for many blocks, without a call for each of those that nothing is known of."""
+        lone, one = self._lone[slot], 1 << (slot * COUNT_BITS)
+        blocks, held = self.blocks, self._held
+        told: list[bytes] = []
+        for engine_hash, block in fresh:
+            name = block.name
+            if lone < 0 or engine_hash in blocks or name in held:
+                self._tell(told, lone)
+                told = []
+                self.store(engine_hash, block, slot)
+                continue
+            block.copies = held[name] = one
+            blocks[engine_hash] = block
+            self.dirty.add(engine_hash)
+            told.append(pack_mutation(name, block.parent, block.length, lone, ADD))
+        self._tell(told, lone)
+
+    def _tell(self, added: Sequence[bytes], plane: int) -> None:
+        if added:
+            self.plane_counts[plane] += len(added)
+            self.mutations += b"".join(added)
 
     def touch(self, engine_hash: EngineHash) -> None:
         """The engine spoke of this block again: it is the youngest of the claims."""

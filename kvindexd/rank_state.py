@@ -12,7 +12,7 @@ from kvindexd.groups import MAIN_KINDS, Catalogue, Treatment
 from kvindexd.holdings import Holdings
 from kvindexd.model import BatchDelta, EngineHash, GroupInfo, Profile
 from kvindexd.placing import Placer
-from kvindexd.records import UNBOUND, Block, field_of, hash_of, pack, unpack
+from kvindexd.records import UNBOUND, Block, hash_of, pack_all, unpack
 from kvindexd.waiting import WaitingRoom
 from kvindexd.wire.events import BlockStored
 
@@ -65,7 +65,6 @@ class RankState:
         self.needs_replay = False
         self._unbound: dict[EngineHash, float] = {}
         self._listed: dict[EngineHash, list[EngineHash]] = {}
-        self._again: set[EngineHash] = set()  # told again in this batch: reused, not stored
         self._cleared = False
         self._saved: tuple[bytes, bytes] = (b"", b"")
         self._saved_shape: tuple[object, ...] = ()
@@ -192,8 +191,7 @@ class RankState:
 
     def take_delta(self, *, seq: int, ts: float, digest: int) -> BatchDelta:
         """All changes since the last call, ready for one atomic write."""
-        blocks, dirty = self.holdings.blocks, self.holdings.dirty
-        written = {field_of(h): pack(blocks[h]) if h in blocks else None for h in dirty}
+        written = pack_all(self.holdings.dirty, self.holdings.blocks)
         shape = self._shape()
         encoded = self._encoded() if shape != self._saved_shape else self._saved
         delta = BatchDelta(

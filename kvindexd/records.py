@@ -7,7 +7,7 @@ bytes], then a (slot u8, copies u16) pair per slot that holds copies.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -90,6 +90,24 @@ def pack(block: Block) -> bytes:
         middle += bytes((len(digest),)) + digest
     head = _head.pack(flags, block.length, block.key, block.parent)
     return head + middle + b"".join(_pair.pack(slot, n) for slot, n in counts(copies))
+
+
+def pack_all(
+    hashes: Iterable[EngineHash], blocks: Mapping[EngineHash, Block]
+) -> dict[bytes, bytes | None]:
+    """Field and record of each hash, None for one that is bound no more; `field_of` and `pack`
+    written out for what nearly every block is."""
+    single, out = _single.pack, dict[bytes, bytes | None]()
+    for engine_hash in hashes:
+        block = blocks.get(engine_hash)
+        if type(engine_hash) is int and block is not None:
+            copies, key = block.copies, block.key
+            if 0 < copies <= COUNT_MASK and block.name == key and block.digest is None:
+                record = single(0, block.length, key, block.parent, 0, copies)
+                out[engine_hash.to_bytes(8, "big")] = record
+                continue
+        out[field_of(engine_hash)] = None if block is None else pack(block)
+    return out
 
 
 def counts(copies: int) -> list[tuple[int, int]]:

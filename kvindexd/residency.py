@@ -13,7 +13,7 @@ from kvindexd.groups import Treatment, contradicts, tier_of
 from kvindexd.model import BatchDelta, EngineHash, Tier
 from kvindexd.placing import Place
 from kvindexd.rank_state import Options, RankState
-from kvindexd.records import UNBOUND
+from kvindexd.records import UNBOUND, Block
 from kvindexd.wire.events import AllBlocksCleared, Batch, BlockRemoved, BlockStored, Rejected
 
 __all__ = ["Options", "Residency"]
@@ -181,12 +181,15 @@ class Residency(RankState):
         for engine_hash, block, is_new in blocks[: len(blocks) - len(_credited(event))]:
             if is_new:
                 holdings.bind(engine_hash, block)
-        blocks = blocks[-len(_credited(event)) :]
-        for engine_hash, block, is_new in blocks:
+        fresh: list[tuple[EngineHash, Block]] = []
+        for engine_hash, block, is_new in blocks[-len(_credited(event)) :]:
             if is_new:
-                holdings.store(engine_hash, block, slot)
-            else:
-                self._credit_bound(engine_hash, block, slot, event)
+                fresh.append((engine_hash, block))
+                continue
+            holdings.store_all(fresh, slot)
+            fresh.clear()
+            self._credit_bound(engine_hash, block, slot, event)
+        holdings.store_all(fresh, slot)
         self._arrived(event.hashes)
         self._arrived(self.placer.extend(event, place, self.unit, dense=True))
 
