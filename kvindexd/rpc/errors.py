@@ -33,3 +33,9 @@ class Unavailable(RequestError):
     """Nothing wrong with the call; it cannot be served right now."""
 
     code = grpc.StatusCode.UNAVAILABLE
+
+
+class TimeUp(RequestError):
+    """Nobody waits for the answer any more."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED

@@ -15,12 +15,13 @@ from kvindexd.registration import RoleName
 from kvindexd.rpc import codec, lines
 from kvindexd.rpc.budget import Admission
 from kvindexd.rpc.errors import NotFound, RequestError
-from kvindexd.rpc.prompt import query_of
+from kvindexd.rpc.prompt import query_of, tokenized
 from kvindexd.scoring.explain import MISSING, PREDICTED, Run, runs
 from kvindexd.scoring.picker import Choice, Picker
 from kvindexd.scoring.query import Query
 from kvindexd.scoring.quickrank import quick, quick_rank
 from kvindexd.scoring.scorer import Probes, Scored, TablePresence, score
+from kvindexd.tokens import Tokens
 from kvindexd.v1 import index_pb2 as pb
 from kvindexd.v1 import index_pb2_grpc
 
@@ -73,6 +74,8 @@ class IndexService(index_pb2_grpc.KVIndexServicer):
         self._max_tokens = max_prompt_tokens
         self._picker = picker or Picker()
         self._admission = Admission(max_concurrent_calls)
+        self.tokens: Tokens | None = None
+        """Makes token ids of text; without it, text is refused."""
 
     async def ScoreWorkers(
         self, request: pb.ScoreWorkersRequest, context: Context
@@ -132,7 +135,7 @@ class IndexService(index_pb2_grpc.KVIndexServicer):
     async def _answered(self, context: Context, work: Callable[[], Awaitable[T]]) -> T:
         started = time.perf_counter()
         try:
-            with self._admission.enter():
+            with self._admission.enter(context.time_remaining()):
                 response = await work()
         except RequestError as e:
             self._observer.scored(e.code.name, time.perf_counter() - started, None)
@@ -158,8 +161,11 @@ class IndexService(index_pb2_grpc.KVIndexServicer):
 
     async def _candidates(self, request: pb.ScoreWorkersRequest) -> tuple[Scope, Query, Chosen]:
         options = request.options
-        query = query_of(request.prompt, self._max_tokens)
-        scope = self._scope(request.prompt)
+        prompt = request.prompt
+        if prompt.WhichOneof("content") in ("text", "openai_body"):
+            prompt = await tokenized(prompt, self.tokens)
+        query = query_of(prompt, self._max_tokens)
+        scope = self._scope(prompt)
         role: RoleName | None = None
         if options.HasField("role"):
             if options.role not in pb.Role.values():
