@@ -285,6 +285,19 @@ def test_draining_and_stale_workers_are_scored_but_not_picked(fleet: Fleet) -> N
     assert (code, "1 DRAINING" in text) == (grpc.StatusCode.UNAVAILABLE, True)
 
 
+def test_syncing_workers_are_picked_only_where_no_live_one_suits(fleet: Fleet) -> None:
+    tokens = fresh(5)
+    fleet.hold("c", tokens)
+    assert pick(fleet.daemon, tokens).worker.worker_id == "c"
+    fleet.engines["c"].stop()
+    fleet.daemon.until(lambda: fleet.daemon.worker("c").state == pb.SYNCING, "c syncing")
+    got = pick(fleet.daemon, tokens)
+    assert got.worker.worker_id in "ab"
+    assert got.fallbacks[-1].worker_id == "c"
+    got = pick(fleet.daemon, tokens, candidates=["c"])
+    assert (got.worker.worker_id, got.worker.state) == ("c", pb.SYNCING)
+
+
 def test_bad_requests_name_the_field(fleet: Fleet) -> None:
     ask, end = fleet.daemon.index.PickWorker, fleet.daemon.index.CompleteRequest
     for lease in (Duration(seconds=-1), Duration(), Duration(seconds=90_000)):
