@@ -290,7 +290,7 @@ def test_syncing_workers_are_picked_only_where_no_live_one_suits(fleet: Fleet) -
     fleet.hold("c", tokens)
     assert pick(fleet.daemon, tokens).worker.worker_id == "c"
     fleet.engines["c"].stop()
-    fleet.daemon.until(lambda: fleet.daemon.worker("c").state == pb.SYNCING, "c syncing")
+    fleet.daemon.until(lambda: fleet.daemon.score(tokens)["c"].state == pb.SYNCING, "syncing")
     got = pick(fleet.daemon, tokens)
     assert got.worker.worker_id in "ab"
     assert got.fallbacks[-1].worker_id == "c"
