@@ -98,6 +98,25 @@ def test_two_scorers_do_not_pile_onto_one_worker(pair: Pair) -> None:
     pair.until_all_say({"a": 0, "b": 0}, 1.5)
 
 
+def test_burst_through_both_scorers_stays_together(pair: Pair) -> None:
+    one, two = pair.scorers
+    tokens = fresh(20, 2)
+    first = pick(one, tokens)
+    name = first.worker.worker_id
+    two.until(lambda: two.score(tokens)[name].predicted_tokens == 320, "known to the other")
+    ids = [(one, first.request_id)]
+    for _ in range(5):
+        for scorer in (two, one):
+            got = pick(scorer, tokens)
+            assert got.worker.worker_id == name
+            ids.append((scorer, got.request_id))
+    # Once they are over, nothing predicts that the prompt is held for longer than two seconds.
+    for scorer, request_id in ids:
+        complete(scorer, request_id)
+    pair.until_all_say(dict.fromkeys(NAMES, 0), 1.5)
+    two.until(lambda: two.score(tokens)[name].predicted_tokens == 0, "no event confirmed it", 5.0)
+
+
 def test_concurrent_traffic_through_both_balances_and_ends_at_nothing(pair: Pair) -> None:
     blocks: Counter[str] = Counter()
     lock = threading.Lock()

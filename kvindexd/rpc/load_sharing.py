@@ -106,16 +106,19 @@ class LoadSharing:
         interval: float = 0.25,
         on_outcome: Callable[[Outcome], None] = lambda _: None,
         waiting_weight: float = 0.0,
+        epoch_of: Callable[[WorkerKey], int | None] = lambda _: None,
     ) -> None:
         """`source`: a name for this scorer that no other one has. `on_outcome` is told of what
         engines reported through other scorers about picks made here. `waiting_weight`: load in
-        blocks per request that waits in an engine's own queue."""
+        blocks per request that waits in an engine's own queue. `epoch_of`: the epoch of a rank
+        whose blocks are predicted by the names under which they are in flight, None for others."""
         self._store = store
         self._picker = picker
         self._source = source
         self._interval = interval
         self._on_outcome = on_outcome
         self._waiting_weight = waiting_weight
+        self._epoch_of = epoch_of
         self._engines: dict[WorkerKey, tuple[EngineLoad, float]] = {}
         self._pending: dict[int, _Pending] = {}
         self._owners: dict[int, WorkerKey] = {}
@@ -184,10 +187,13 @@ class LoadSharing:
                     continue
                 if source == self._source or raw.age_ms > _ALIVE * 1000:
                     continue
-                entry = self._decode(self._known.get((key, source)), raw.payload)
+                before = self._known.get((key, source))
+                entry = self._decode(before, raw.payload)
                 if entry is None:
                     continue
                 known[key, source] = entry
+                if entry is not before:
+                    self._predict(key, entry[2] - before[2] if before else entry[2], now)
                 _, report, names = entry
                 peers.append(PeerLoad(names, report.more, report.recent, now - raw.age_ms / 1000))
                 for number in np.frombuffer(report.requests, "<u8").tolist():
@@ -196,6 +202,13 @@ class LoadSharing:
             self._picker.ledger.set_peers(key, peers)
             await asyncio.sleep(0)
         self._known = known
+
+    def _predict(self, key: WorkerKey, names: frozenset[int], now: float) -> None:
+        """What others have just sent to a worker, it will hold: a burst that comes in through
+        several scorers must not scatter either."""
+        epoch = self._epoch_of(key)
+        if epoch is not None and names:
+            self._picker.predictions.add(key, epoch, list(names), 0, now)
 
     def _engine(self, key: WorkerKey, raw: LoadReport, now: float) -> None:
         try:

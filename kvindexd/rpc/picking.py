@@ -91,8 +91,17 @@ class Picking:
             interval=config.pick.share_interval,
             on_outcome=self._observer.turned_out,
             waiting_weight=config.engine_metrics.waiting_weight,
+            epoch_of=self._epoch_of_plain,
         )
         watch_predictions(replica, self.picker)
+
+    def _epoch_of_plain(self, key: WorkerKey) -> int | None:
+        """The epoch of a rank that can resume behind any block; None for other ranks."""
+        view = self._replica.worker(key)
+        if view is None or view.profile.lookahead:
+            return None
+        plain = all(g.treated_as != "auxiliary" for g in view.profile.groups)
+        return view.epoch if plain else None
 
     def service(self, fleet: FleetView) -> PickService:
         """The KVIndex service over a fleet."""
