@@ -72,6 +72,11 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
                     f"{name}: {value!r} is no ZMQ endpoint; expected tcp://host:port, "
                     "tcp://[v6]:port, ipc://path or inproc://name"
                 )
+            if value.startswith("tcp://*:") and not (self.bind_events and name[0] == "k"):
+                raise InvalidRegistration(
+                    f"{name}: {value!r} is what the engine binds; name the host to connect to, "
+                    "such as tcp://10.0.0.5:5557 (or set bind_events for us to bind it)"
+                )
         if self.dp_size and self.dp_rank >= self.dp_size:
             raise InvalidRegistration(
                 f"dp_rank: {self.dp_rank} is outside dp_size {self.dp_size} (ranks count from 0)"

@@ -199,9 +199,9 @@ class Metrics:
         self.worker_state = gauge(
             "worker_state", "1 for the state that the worker is in", ("worker", "state")
         )
-        self.worker_nothing_indexed = gauge(
-            "worker_nothing_indexed", "1 when a worker stores blocks and none is admitted", worker
-        )
+        self.worker_silent = gauge("worker_silent", "1 = unheard for ingest.event_grace", worker)
+        text = "1 when a worker stores blocks and none is admitted"
+        self.worker_nothing_indexed = gauge("worker_nothing_indexed", text, worker)
 
     def _define_store(self) -> None:
         self.apply_lag_seconds = self._histogram(

@@ -32,6 +32,7 @@ log = structlog.get_logger(__name__)
 
 __all__ = ["IngestSettings", "RankIngest"]
 
+_NO_EVENTS = "prompts score 0 here until it publishes"
 _NO_HITS = "every prompt scores 0 here; groups.treat_as can override a kind"
 
 
@@ -65,6 +66,7 @@ class RankIngest:
         self._degraded = ""
         self._gone = False
         self._none_admitted = False
+        self._silent = False
 
     # -- the lease ----------------------------------------------------------------------------
 
@@ -203,6 +205,7 @@ class RankIngest:
 
     def _judged(self, link: Link, session: Session, now: float) -> tuple[str, str]:
         words = link.describe(now)
+        self._note_silence(link, session, now, words)
         if link.state is not LinkState.CONNECTED:
             lost = link.state is LinkState.DISCONNECTED
             stale = lost and now - link.since > self._settings.event_grace
@@ -219,7 +222,22 @@ class RankIngest:
             words += f"; its batches say rank {claimed}: check that the endpoint is this rank's"
         if session.writer.residency.catalogue.groups:
             return "LIVE", words
+        if link.last_frame_at is None and self.registration.topic:
+            words += f"; does the engine publish under a topic like {self.registration.topic!r}?"
         return "LIVE", f"no events yet; {words}"
+
+    def _note_silence(self, link: Link, session: Session, now: float, words: str) -> None:
+        """Warn of an engine that has said nothing for the grace time: it may be idle, or its
+        events be off, on another port, or under another topic."""
+        heard = link.last_frame_at is not None or session.writer.residency.catalogue.groups
+        silent = not heard and now - link.since > self._settings.event_grace
+        if silent != self._silent:
+            self._silent = silent
+            self._metrics.worker_silent.labels(str(self.key)).set(silent)
+            if silent:
+                self._log.warning("no_events", detail=words, cost=_NO_EVENTS)
+            else:
+                self._log.info("events")
 
     def _finding(self, session: Session) -> str:
         residency = session.writer.residency
