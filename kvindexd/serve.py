@@ -36,6 +36,7 @@ from kvindexd.rpc.ext_proc.server import (
     ExtProcMetrics,
     ExtProcServer,
     ExtProcService,
+    token_failures,
 )
 from kvindexd.rpc.fleet_view import FleetView
 from kvindexd.rpc.pick_service import PickService
@@ -45,7 +46,7 @@ from kvindexd.rpc.tailing import Tail
 from kvindexd.store import NotRegistered, Store, StoreError, StoreOptions
 from kvindexd.store.embedded import EmbeddedServer
 from kvindexd.telemetry import Metrics, MetricsServer
-from kvindexd.tokens import Tokens
+from kvindexd.tokens import Tokens, TokenSettings
 
 log = structlog.get_logger(__name__)
 
@@ -88,7 +89,7 @@ class Daemon:
                     tasks.create_task(work, name=name)
                     for name, work in self._background(store, replica, supervisor)
                 ]
-                servers = await self._start_rpc(store, replica, supervisor)
+                servers = await self._start_rpc(store, replica, supervisor, stack)
                 self._log_ready()
                 await self._stopping.wait()
                 log.info("stopping", grace_seconds=self._config.server.grace_seconds)
@@ -312,6 +313,7 @@ class Daemon:
         store: Store,
         replica: Replica[Registration] | None,
         supervisor: Supervisor | None,
+        stack: AsyncExitStack,
     ) -> list[RpcServer]:
         if replica is None or self._picking is None:
             return []
@@ -324,6 +326,9 @@ class Daemon:
 
         server = RpcServer(c.server.listen, c.server.max_message_bytes, c.server.grace_seconds)
         index = self._picking.service(fleet)
+        index.tokens = tokens = self._tokens(fleet)
+        stack.push_async_callback(tokens.close)
+        await tokens.start()
         server.add(lambda s: add_index(s, index))
         admin = AdminService(store, fleet, tail, audit=self._picking.picker.drift.audit)
         server.add(lambda s: add_admin(s, admin))
@@ -331,18 +336,27 @@ class Daemon:
         self._bound["grpc"] = await server.start()
         servers = [server]
         if c.ext_proc.listen:
-            picker = self._ext_proc(index)
+            picker = self._ext_proc(index, tokens)
             servers.append(picker)
             self._bound["ext_proc"] = await picker.start()
             await picker.set_ready(True, HEALTH_NAMES)
         await server.set_ready(True)
         return servers
 
-    def _ext_proc(self, index: PickService) -> ExtProcServer:
+    def _tokens(self, fleet: FleetView) -> Tokens:
+        t = self._config.tokens
+        failures = token_failures(self._metrics)
+        return Tokens(
+            TokenSettings(t.models, t.loras, t.timeout, t.cache_tokens),
+            lambda model: fleet.any_address(self._config.ext_proc.namespace, model),
+            lambda model: failures.labels(model).inc(),
+        )
+
+    def _ext_proc(self, index: PickService, tokens: Tokens) -> ExtProcServer:
         c = self._config
         chooser = Chooser(
             index,
-            Tokens({}),
+            tokens,
             namespace=c.ext_proc.namespace,
             budget=c.ext_proc.budget,
             fallbacks=c.ext_proc.fallbacks,

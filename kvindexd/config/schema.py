@@ -62,6 +62,26 @@ class ExtProcConfig(Section, frozen=True, kw_only=True):
     )
 
 
+class TokensConfig(Section, frozen=True, kw_only=True):
+    """From prompts as text to token ids."""
+
+    models: Annotated[
+        dict[str, str],
+        Meta(
+            description='Model -> folder of its tokenizer, "engine" to ask a worker\'s /tokenize, '
+            "or the http:// URL of a server that has it"
+        ),
+    ] = msgspec.field(default_factory=dict)
+    loras: Annotated[
+        dict[str, str],
+        Meta(description="Adapter -> base model, for requests that name an adapter as their model"),
+    ] = msgspec.field(default_factory=dict)
+    timeout: Annotated[float, Meta(gt=0, description="Limit of tokenizing one prompt")] = 2.0
+    cache_tokens: Annotated[
+        int, Meta(ge=0, description="Token ids kept for prompts that come again, in total")
+    ] = 4_000_000
+
+
 class MetricsConfig(Section, frozen=True, kw_only=True):
     """The HTTP server of /metrics, /healthz and /readyz."""
 
@@ -298,6 +318,7 @@ class Config(Section, frozen=True, kw_only=True):
 
     server: ServerConfig = ServerConfig()
     ext_proc: ExtProcConfig = ExtProcConfig()
+    tokens: TokensConfig = msgspec.field(default_factory=TokensConfig)
     metrics: MetricsConfig = MetricsConfig()
     log: LogConfig = LogConfig()
     index: IndexConfig = msgspec.field(default_factory=IndexConfig)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 
@@ -83,6 +84,12 @@ class FleetView:
     def models(self, namespace: str) -> list[str]:
         """Models that have a registered rank in the namespace."""
         return sorted(self._replica.models(namespace))
+
+    def any_address(self, namespace: str, model: str) -> str | None:
+        """host:port of some rank of a model that is live, None where there is none."""
+        scope = self.scope(namespace, model)
+        live = [m for m in scope.members if m.state == "LIVE"] if scope is not None else []
+        return random.choice(live).registration.address if live else None  # noqa: S311
 
     def revision(self) -> str:
         """A name for what the replica has applied so far."""

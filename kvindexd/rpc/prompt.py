@@ -8,9 +8,44 @@ from array import array
 import numpy as np
 
 from kvindexd import chain
-from kvindexd.rpc.errors import RequestError, TooLarge, Unconfigured
+from kvindexd.rpc.errors import RequestError, TooLarge, Unavailable, Unconfigured
 from kvindexd.scoring.query import ChainQuery, Query
+from kvindexd.tokens import BadBody, NotConfigured, NoTokens, Tokens, parse
+from kvindexd.tokens.bodies import text_request
 from kvindexd.v1 import index_pb2 as pb
+
+_PATH = "/v1/chat/completions"
+
+
+async def tokenized(prompt: pb.Prompt, tokens: Tokens | None) -> pb.Prompt:
+    """The prompt with token ids instead of text or an OpenAI body; any other as it is.
+
+    Raises RequestError: Unconfigured without a tokenizer for the model, Unavailable when it fails.
+    """
+    content = prompt.WhichOneof("content")
+    if content not in ("text", "openai_body") or tokens is None:
+        return prompt
+    try:
+        if content == "text":
+            request = text_request(prompt.text, prompt.model)
+        else:
+            request = parse(prompt.openai_path or _PATH, prompt.openai_body)
+        named = prompt.model or request.model
+        model, lora = tokens.base_of(named)
+        ids = await tokens.ids(model, request)
+    except BadBody as e:
+        raise RequestError(f"prompt.{content}: {e}") from None
+    except NotConfigured as e:
+        raise Unconfigured(f"prompt.{content}: {e}") from None
+    except NoTokens as e:
+        raise Unavailable(f"prompt.{content}: {e}") from None
+    out = pb.Prompt()
+    out.CopyFrom(prompt)
+    out.token_ids = ids
+    out.model = model
+    out.lora_name = prompt.lora_name or lora
+    out.cache_salt = prompt.cache_salt or request.cache_salt
+    return out
 
 
 def query_of(prompt: pb.Prompt, max_tokens: int) -> Query:

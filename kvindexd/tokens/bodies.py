@@ -117,6 +117,11 @@ def parse(path: str, raw: bytes) -> Request:
     return Request(kind, body)
 
 
+def text_request(text: str, model: str) -> Request:
+    """A raw prompt, as a completions request would bring it."""
+    return Request("completions", Body(model, msgspec.Raw(msgspec.json.encode(text))))
+
+
 def decode(raw: msgspec.Raw, name: str) -> Any:
     """The value of a field that was left undecoded. Raises BadBody."""
     try:

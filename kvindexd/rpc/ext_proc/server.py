@@ -28,6 +28,17 @@ _LOG_EVERY = 10.0
 _SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
+def token_failures(metrics: Metrics) -> Counter:
+    """Failures of tokenizers, by model; a model is one that the configuration names."""
+    return Counter(
+        "tokenizer_failures",
+        "Prompts that a tokenizer could not be used for",
+        ("model",),
+        namespace="kvindexd",
+        registry=metrics.registry,
+    )
+
+
 class ExtProcMetrics:
     """What became of the requests; the Observer of all exchanges."""
 
