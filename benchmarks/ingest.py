@@ -54,7 +54,7 @@ class Valkey(Side):
     def ask(self, *command: str) -> Any:
         """One command on a connection of its own."""
         with socket.create_connection(("127.0.0.1", self.port), 10) as connection:
-            connection.sendall(hiredis.pack_command(command))
+            connection.sendall(hiredis.pack_command(command)  # type: ignore[arg-type])
             reader = hiredis.Reader(notEnoughData=Ellipsis)
             while (reply := reader.gets()) is Ellipsis:
                 reader.feed(connection.recv(65536))
@@ -199,7 +199,7 @@ def run(peer: str | None, *, quick: bool, say: Say) -> dict[str, Any]:
             out[f"events_of_{step}"]["peer"] = {k: median(r[k] for r in theirs) for k in theirs[0]}
         say(f"ingest, events of {step} blocks: {json.dumps(out[f'events_of_{step}'])}")
     for rate in (5_000, 20_000) if quick else (5_000, 20_000, 60_000):
-        runs = [visibility(rate, 3 if quick else 8) for _ in range(repeats)]
+        runs = [visibility(rate, 3 if quick else 6) for _ in range(repeats)]
         row = {k: median(r[k] for r in runs) for k in runs[0]}
         out[f"visible_at_{rate}"] = row
         say(f"visible, {rate} blocks/s: {json.dumps(row)}")

@@ -180,11 +180,10 @@ def run(
     cases: Sequence[Case],
     make_sides: Callable[[], list[Side]],
     *,
-    repeats: int,
-    seconds: float,
+    quick: bool,
     say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """All cases, grouped by the fleet that they need."""
+    """All cases, grouped by the fleet that they need; more runs of those that targets speak of."""
     out = []
     groups: dict[tuple[int, int, str], list[Case]] = {}
     for case in cases:
@@ -193,6 +192,8 @@ def run(
         fleet = Fleet(ranks, blocks, shape, make_sides())
         try:
             for case in members:
+                aimed = (case.ranks, case.blocks, case.connections) == (64, 1000, 1)
+                repeats, seconds = (5 if aimed else 3, 2.0) if not quick else (3, 1.0)
                 result = compare(fleet, case, repeats, seconds)
                 say(describe(result))
                 out.append(result)

@@ -125,8 +125,7 @@ def markdown(results: dict[str, Any]) -> str:
         "",
         f"kvindexd {results['kvindexd']}, peer {results['peer'] or 'not measured'}; "
         f"{m['cores']} cores, {m['cpu']}, load average {m['load_average']} at the start; "
-        f"Python {m['python']}, "
-        + ", ".join(f"{k} {v}" for k, v in m["packages"].items()),
+        f"Python {m['python']}, " + ", ".join(f"{k} {v}" for k, v in m["packages"].items()),
         "",
         "| what | target | measured | |",
         "|---|---|---|---|",

@@ -81,23 +81,29 @@ def measure(args: argparse.Namespace, peer: str | None) -> dict[str, Any]:
 
     suites: dict[str, Callable[[], Any]] = {
         "inprocess": lambda: inprocess.run(quick=args.quick, say=say),
-        "queries": lambda: queries.run(
-            cases(args.quick),
-            sides,
-            repeats=3 if args.quick else 5,
-            seconds=1.0 if args.quick else 2.0,
-            say=say,
-        ),
-        "ingest": lambda: ingest.run(peer, quick=args.quick, say=say),
         "bootstrap": lambda: bootstrap.run(quick=args.quick, say=say),
         "trace": lambda: trace.run(quick=args.quick, say=say),
+        "ingest": lambda: ingest.run(peer, quick=args.quick, say=say),
+        "queries": lambda: queries.run(cases(args.quick), sides, quick=args.quick, say=say),
     }
     if not args.quick and not args.no_busy:
         suites["busy"] = lambda: queries.run_busy(sides, say=say)
     for name in args.only or suites:
         say(f"-- {name}")
         out[name] = suites[name]()
+        save(args, out)  # what is done stays, should a later suite fail
     return out
+
+
+def save(args: argparse.Namespace, results: dict[str, Any]) -> str:
+    """Write the results so far; the table."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    stamp = results["machine"]["date"].replace(":", "").split("+")[0]
+    name = f"{stamp}-{'quick' if args.quick else 'full'}"
+    (args.out / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
+    table = report.markdown(results)
+    (args.out / f"{name}.md").write_text(table)
+    return table
 
 
 def main() -> None:
@@ -118,14 +124,7 @@ def main() -> None:
         enter_namespace(peer)
     if peer is not None and not only_loopback():
         peer = None
-    results = measure(args, peer)
-    args.out.mkdir(parents=True, exist_ok=True)
-    stamp = results["machine"]["date"].replace(":", "").split("+")[0]
-    name = f"{stamp}-{'quick' if args.quick else 'full'}"
-    (args.out / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
-    table = report.markdown(results)
-    (args.out / f"{name}.md").write_text(table)
-    say("\n" + table)
+    say("\n" + save(args, measure(args, peer)))
 
 
 if __name__ == "__main__":

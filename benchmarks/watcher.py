@@ -43,5 +43,8 @@ async def run(url: str) -> None:
 
 
 if __name__ == "__main__":
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    structlog.configure(
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        wrapper_class=structlog.make_filtering_bound_logger(30),  # warnings
+    )
     uvloop.run(run(sys.argv[1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Annotated
 
@@ -87,6 +88,9 @@ def run(config: Config, role: Role) -> int:
         )
         return 2
     try:
+        # Calls and batches leave no cycles to speak of; looking for them among millions of blocks
+        # is what would hold the loop up.
+        gc.set_threshold(50_000, 20, 100)
         uvloop.run(_main(config, role))
     except (StoreError, InvalidRegistration, OSError) as error:
         typer.echo(f"kvindexd {role}: {error}", err=True)
