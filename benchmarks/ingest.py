@@ -54,7 +54,8 @@ class Valkey(Side):
     def ask(self, *command: str) -> Any:
         """One command on a connection of its own."""
         with socket.create_connection(("127.0.0.1", self.port), 10) as connection:
-            connection.sendall(hiredis.pack_command(command)  # type: ignore[arg-type])
+            packed = hiredis.pack_command(command)  # type: ignore[arg-type]
+            connection.sendall(packed)
             reader = hiredis.Reader(notEnoughData=Ellipsis)
             while (reply := reader.gets()) is Ellipsis:
                 reader.feed(connection.recv(65536))
