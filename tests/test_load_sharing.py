@@ -100,7 +100,12 @@ def test_two_scorers_do_not_pile_onto_one_worker(pair: Pair) -> None:
 
 def test_burst_through_both_scorers_stays_together(pair: Pair) -> None:
     one, two = pair.scorers
-    tokens = fresh(20, 2)
+    tokens, probe = fresh(20, 2), fresh(7)
+
+    def rested() -> bool:
+        return all(w.cost == 7 for s in (one, two) for w in s.score(probe).values())
+
+    one.until(rested, "what earlier picks computed has decayed")
     first = pick(one, tokens)
     name = first.worker.worker_id
     two.until(lambda: two.score(tokens)[name].predicted_tokens == 320, "known to the other")
