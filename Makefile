@@ -7,7 +7,7 @@ PROTO_VENV := .venv-proto
 PROTOS := $(shell find proto -name '*.proto')
 PROTOC = $(PROTO_VENV)/bin/python -m grpc_tools.protoc -I proto
 
-.PHONY: venv proto proto-check lint format types redis pytest test demo bench soak clean
+.PHONY: venv proto proto-check lint format types redis pytest test demo demo-envoy bench soak clean
 
 venv: $(VENV)/.stamp
 
@@ -57,6 +57,9 @@ test: venv proto-check lint types pytest
 
 demo: venv
 	$(PY) -m kvindexd.demo
+
+demo-envoy: venv
+	$(PY) -m kvindexd.demo_envoy
 
 bench: venv
 	$(VENV)/bin/kvindexd bench $(BENCH_ARGS)
