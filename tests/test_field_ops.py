@@ -6,6 +6,7 @@ Each docstring starts with the row of docs/field-cases.md that it covers.
 from __future__ import annotations
 
 import contextlib
+import json
 import struct
 import subprocess
 import sys
@@ -237,6 +238,33 @@ def _flat(value: Any) -> Iterator[bytes]:
     elif isinstance(value, list):
         for one in value:
             yield from _flat(one)
+
+
+def test_field_hashes_are_printed_as_hex_and_never_as_numbers(daemon: Daemon) -> None:
+    """W14: a reader whose numbers are floats would lose their last digits."""
+    with FakeEngine() as engine:
+        daemon.register("w14", engine.endpoint())
+        engine.wait_subscribed()
+        seed = 0
+        while (key := chain.prompt_keys(tokens := [seed] * 16)[0]) < 2**63:
+            seed += 1
+        engine.publish([stored(0) | {"token_ids": tokens, "block_hashes": [2**63 + 1]}])
+        daemon.until_seq("w14", 0)
+        for command in ("block", "chain"):
+            text = cli(daemon, command, f"{key:016x}", "--json")
+            assert f"{key:016x}" in text
+            read = json.loads(text, parse_int=float)
+            assert not any(n > 2**53 for n in _numbers(read)), text
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for one in value:
+            yield from _numbers(one)
+    elif isinstance(value, int | float):
+        yield value
 
 
 # -- lasting failures and large removals ----------------------------------------------------------
