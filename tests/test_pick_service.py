@@ -310,6 +310,14 @@ def test_bad_requests_name_the_field(fleet: Fleet) -> None:
     wrong = pb.CompleteRequestRequest(request_id="r", cached_tokens=9, prompt_tokens=8)
     code, text = code_of(end, wrong)
     assert (code, text.startswith("cached_tokens:")) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+    for weight in (-1.0, float("nan"), float("inf")):
+        for call, message in (
+            (ask, request(fresh(1), overlap_weight=weight)),
+            (fleet.daemon.index.ScoreWorkers, request(fresh(1), overlap_weight=weight).score),
+        ):
+            code, text = code_of(call, message)
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+            assert text.startswith("options.overlap_weight:")
     code, _ = code_of(ask, request(fresh(1), model="nope"))
     assert code is grpc.StatusCode.NOT_FOUND
 

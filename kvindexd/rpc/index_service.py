@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -281,7 +282,12 @@ def line(choice: Choice) -> pb.WorkerScore:
 def _overlap(request: pb.ScoreWorkersRequest) -> float | None:
     """The request's own overlap weight, None where it leaves that to the server."""
     options = request.options
-    return options.overlap_weight if options.HasField("overlap_weight") else None
+    if not options.HasField("overlap_weight"):
+        return None
+    weight = options.overlap_weight
+    if not 0 <= weight < math.inf:  # NaN is neither
+        raise RequestError(f"options.overlap_weight: {weight}; expected a finite number from 0 on")
+    return weight
 
 
 def _best_ratio(response: object) -> float | None:
