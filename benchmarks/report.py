@@ -56,12 +56,13 @@ def targets(results: dict[str, Any]) -> list[Row]:
                 _verdict(us <= 60),
             )
         )
-        rate = inside["feed_entries_of_64"]["mutations_per_s"]
+        feed = inside["feed_entries_of_64"]
+        rate = feed["per_cpu_s"]  # one thread; the clock counts what others took of the core, too
         rows.append(
             (
                 "feed apply in a replica, entries of 64",
                 ">= 2 M block mutations/s",
-                f"{rate / 1e6:.2f} M/s",
+                f"{rate / 1e6:.2f} M per second of CPU",
                 _verdict(rate >= 2e6),
             )
         )
