@@ -143,18 +143,23 @@ def identify(
         if block_size % hash_block:
             continue
         for algorithm in ALGORITHMS:
-            verified = Verified(algorithm, hash_block, as_int)
             if at_root and algorithm.root is not None:
-                start, span, expected = algorithm.root, tokens[: block_size * 4], hashes[0]
-            elif len(hashes) > 1 and isinstance(hashes[0], bytes):
-                start, expected = hashes[0], hashes[1]
+                verified = Verified(algorithm, hash_block, as_int)
+                if _makes(verified, algorithm.root, tokens[: block_size * 4], hashes[0]):
+                    return verified
+            if len(hashes) > 1 and isinstance(hashes[0], bytes):
+                # Verified behind the first block only: at the root another seed may be in use.
+                root = None if at_root else algorithm.root
+                verified = Verified(algorithm._replace(root=root), hash_block, as_int)
                 span = tokens[block_size * 4 : block_size * 8]
-            else:
-                continue
-            digests = verified.chain(start, span)
-            if digests and verified.announced(digests[-1]) == expected:
-                return verified
+                if _makes(verified, hashes[0], span, hashes[1]):
+                    return verified
     return None
+
+
+def _makes(verified: Verified, start: bytes, span: bytes, expected: EngineHash) -> bool:
+    digests = verified.chain(start, span)
+    return bool(digests) and verified.announced(digests[-1]) == expected
 
 
 class Guess(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import NamedTuple
 
@@ -14,6 +15,8 @@ from kvindexd.model import EngineHash
 from kvindexd.records import Block
 from kvindexd.wire.events import BlockStored
 
+_ROOTLESS = "?"
+"""Behind a function's saved name: its root's seed is not the default and not known."""
 _ATTEMPTS = 16
 """Dense root events on which to try the known hash functions before giving up."""
 
@@ -171,7 +174,36 @@ class Placer:
         if self._verified is None:
             fresh = self._identify(event, place, unit, dense=dense)
             place = self._replaced(event, place)
-        return fresh + self._bind_span(event, place, unit, dense=dense)
+        fresh += self._bind_span(event, place, unit, dense=dense)
+        return fresh + self._bind_backwards(event, place, unit)
+
+    def _bind_backwards(self, event: BlockStored, place: Place, unit: int) -> list[EngineHash]:
+        """Bind listed whole digests from which the next listed one, bound already, is made: what
+        lies before the first block of a root whose seed is not known."""
+        verified, blocks = self._verified, self._holdings.blocks
+        if verified is None or verified.as_int or self._parsed(event, place):
+            return []
+        size = event.block_size
+        if size % verified.hash_block or verified.hash_block % unit:
+            return []
+        keys: list[int] = []
+        fresh: list[EngineHash] = []
+        for first, second in reversed(list(itertools.pairwise(event.hashes))):
+            known = blocks.get(second)
+            if first in blocks or known is None or not isinstance(first, bytes):
+                continue
+            keys = keys or [place.key, *chain.extend(place.key, event.tokens, unit)]
+            end = known.length - place.length
+            start = end - size
+            if start <= 0 or end > event.num_tokens or keys[end // unit] != known.key:
+                continue
+            span = event.tokens[start * 4 : end * 4]
+            if verified.chain(first, span)[-1:] != [second]:
+                continue
+            key, before = keys[start // unit], keys[max(0, start - size) // unit]
+            self._holdings.bind(first, Block(key, place.length + start, key, before))
+            fresh.append(first)
+        return fresh
 
     def _replaced(self, event: BlockStored, place: Place) -> Place:
         if event.parent is None:
@@ -295,13 +327,19 @@ class Placer:
     def saved(self) -> tuple[str, int, bool] | None:
         """The verified function by name, hash block size and form."""
         v = self._verified
-        return None if v is None else (v.algorithm.name, v.hash_block, v.as_int)
+        if v is None:
+            return None
+        rootless = _ROOTLESS if v.algorithm.root is None else ""
+        return v.algorithm.name + rootless, v.hash_block, v.as_int
 
     def restore(self, function: tuple[str, int, bool] | None, sglang: bool) -> None:
         """Take over what an earlier process had verified."""
         self.sglang = sglang
         if function is None:
             return
+        name = function[0].removesuffix(_ROOTLESS)
         for algorithm in enginehash.ALGORITHMS:
-            if algorithm.name == function[0]:
+            if algorithm.name == name:
+                if name != function[0]:
+                    algorithm = algorithm._replace(root=None)
                 self._verified = Verified(algorithm, function[1], function[2])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from kvindexd import chain
-from kvindexd.groups import Treatment, contradicts, tier_of
+from kvindexd.groups import CHUNK_KINDS, Treatment, contradicts, tier_of
 from kvindexd.model import BatchDelta, EngineHash, Tier
 from kvindexd.placing import Place
 from kvindexd.rank_state import Options, RankState
@@ -202,20 +202,20 @@ class Residency(RankState):
         reuses instead where it can; what remains (a prompt that ends at that boundary) is taken
         for a repeat, because a copy too few under-reports and a copy too many never goes.
         """
-        group = self.holdings.slots[slot].group
+        where = self.holdings.slots[slot]
         blocks, hashes = self.holdings.blocks, event.hashes
         if self._again and self._again.issuperset(hashes):
             return bool(hashes) and self._all_held(hashes, slot)
-        if event.parent is not None or event.group_idx is None or not hashes:
+        main = self.catalogue.groups[where.group].treated_as is Treatment.MAIN
+        if event.parent is not None or event.group_idx is None or not hashes or not main:
             return False
-        if self.catalogue.groups[group].treated_as is not Treatment.MAIN:
-            return False
-        if self.holdings.slots[slot].tier != Tier.DEVICE or not self._all_held(hashes, slot):
+        if where.tier != Tier.DEVICE or not self._all_held(hashes, slot):
             return False
         for g in self.catalogue.by_treatment(Treatment.AUXILIARY):
             if not g.block_size:
                 return False
-            back = 1 if not g.window else max(1, -(-(g.window - 1) // g.block_size))
+            window = max(1, -(-(g.window - 1) // g.block_size))
+            back = len(hashes) if g.kind in CHUNK_KINDS else window
             tail = hashes[-back:] if g.block_size == event.block_size else hashes[-1:]
             slots = self.holdings.slots_of(Tier.DEVICE, g.idx)
             if not all(any(self.holdings.count(blocks[h], s) for s in slots) for h in tail):
@@ -224,8 +224,8 @@ class Residency(RankState):
         return True
 
     def _all_held(self, hashes: Iterable[EngineHash], slot: int) -> bool:
-        found = (self.holdings.blocks.get(h) for h in hashes)
-        return all(b is not None and self.holdings.count(b, slot) > 0 for b in found)
+        found = map(self.holdings.blocks.get, hashes)
+        return all(b is not None and self.holdings.count(b, slot) for b in found)
 
     def _sparse_main(self, event: BlockStored, place: Place, slot: int, now: float) -> None:
         self.counters["sparse"] += 1
