@@ -12,12 +12,13 @@ import msgspec
 import numpy as np
 
 from benchmarks.ingest import Valkey
-from benchmarks.measure import peak_bytes
+from benchmarks.measure import peak_bytes, until
 from benchmarks.sides import MODEL, Ours
 from kvindexd.model import BatchDelta, GroupInfo, Plane, Profile, Slot, WorkerKey
 from kvindexd.records import Block, field_of, pack
 from kvindexd.registration import Registration
 from kvindexd.store import Store
+from kvindexd.store.records import Lease
 
 PROFILE = Profile(
     groups=(GroupInfo(0, "full_attention", 16, 0, "main", 1),),
@@ -27,12 +28,12 @@ PROFILE = Profile(
 _CHUNK = 4096
 
 
-async def _fill(url: str, entries: int, ranks: int, shared: bool) -> None:
-    """Write the blocks of a fleet into the store, through its own API."""
+async def _fill(store_side: Valkey, entries: int, ranks: int, distinct: int) -> None:
+    """Write the blocks of a fleet into the store: of `distinct` ranks through its own API, and
+    copies of those for the others, whose content is then the same."""
     rng = np.random.default_rng(5)
     per_rank = entries // ranks
-    common = rng.integers(1, 2**63, per_rank, dtype=np.uint64).tolist()
-    async with Store(url) as store:
+    async with Store(store_side.url) as store:
         for i in range(ranks):
             key = WorkerKey("", f"w{i}", 0)
             who = Registration(
@@ -43,51 +44,68 @@ async def _fill(url: str, entries: int, ranks: int, shared: bool) -> None:
             )
             await store.register(key, who.encode(), False, time.time())
             lease = await store.acquire(key, "bench", 600_000)
-            names = common if shared else rng.integers(1, 2**63, per_rank, dtype=np.uint64).tolist()
-            for n, low in enumerate(range(0, per_rank, _CHUNK)):
-                part = names[low : low + _CHUNK]
-                blocks: dict[bytes, bytes | None] = {}
-                for at, name in enumerate(part, low):
-                    length = (at % 1000 + 1) * 16
-                    parent = names[at - 1] if at % 1000 else 0
-                    blocks[field_of(name)] = pack(Block(name, length, name, parent, None, 1))
-                delta = BatchDelta(
-                    seq=n,
-                    ts=time.time(),
-                    digest=n,
-                    blocks=blocks,
-                    profile=msgspec.msgpack.encode(PROFILE) if n == 0 else None,
-                    tier_blocks=(per_rank, 0, 0, 0),
-                )
-                await store.apply(lease, [delta])
+            if i < distinct:
+                names = rng.integers(1, 2**63, per_rank, dtype=np.uint64).tolist()
+                await _write(store, lease, names)
+            else:
+                _copy(store_side, WorkerKey("", f"w{i % distinct}", 0).store_id, key.store_id)
 
 
-def bootstrap(entries: int, *, ranks: int = 64, shared: bool = False) -> dict[str, Any]:
-    """Fill a store, then start a `scorer` on it: seconds to ready, peak and final memory."""
+async def _write(store: Store, lease: Lease, names: list[int]) -> None:
+    for n, low in enumerate(range(0, len(names), _CHUNK)):
+        blocks: dict[bytes, bytes | None] = {}
+        for at, name in enumerate(names[low : low + _CHUNK], low):
+            length = (at % 1000 + 1) * 16
+            parent = names[at - 1] if at % 1000 else 0
+            blocks[field_of(name)] = pack(Block(name, length, name, parent, None, 1))
+        delta = BatchDelta(
+            seq=n,
+            ts=time.time(),
+            digest=n,
+            blocks=blocks,
+            profile=msgspec.msgpack.encode(PROFILE) if n == 0 else None,
+            tier_blocks=(len(names), 0, 0, 0),
+        )
+        await store.apply(lease, [delta])
+
+
+def _copy(store: Valkey, source: str, target: str) -> None:
+    prefix = "kvx:{0}:"
+    store.ask("COPY", f"{prefix}b:{source}", f"{prefix}b:{target}")
+    fields = ("rv", "sq", "ts", "dg", "tb", "pf", "nb", "np")
+    values = store.ask("HMGET", f"{prefix}w:{source}", *fields)
+    pairs = [part for pair in zip(fields, values, strict=True) for part in pair]
+    store.ask("HSET", f"{prefix}w:{target}", *pairs)
+
+
+def bootstrap(entries: int, *, ranks: int = 64, distinct: int = 64) -> dict[str, Any]:
+    """Fill a store, then start a `scorer` on it: seconds until its replica holds all of it, peak
+    and final memory. Of `ranks` ranks `distinct` hold blocks of their own, the others the same."""
     store = Valkey()
     try:
-        asyncio.run(_fill(store.url, entries, ranks, shared))
+        asyncio.run(_fill(store, entries, ranks, distinct))
         small = Ours("scorer", store.url + "/1")  # an empty database: what a process weighs anyway
         base = small.resident()
         small.stop()
-        before = store.cpu()
+        before, whole = store.cpu(), entries // ranks * ranks
         scorer = Ours("scorer", store.url)
         try:
+            until(lambda: scorer.index_stats()["entries"] == whole, "everything is loaded", 600)
+            seconds = time.monotonic() - scorer.started
             stats = scorer.index_stats()
             final = scorer.resident()
             peak = peak_bytes(scorer.process.pid)
-            table = int(stats["bytes"])
             return {
                 "entries": stats["entries"],
                 "blocks": stats["blocks"],
-                "seconds": round(scorer.ready_after, 2),
-                "entries_per_s": round(entries / scorer.ready_after),
+                "seconds": round(seconds, 2),
+                "entries_per_s": round(whole / seconds),
                 "cpu_s": round(scorer.cpu(), 2),
                 "store_cpu_s": round(store.cpu() - before, 2),
                 "peak_mb": round(peak / 1e6),
                 "final_mb": round(final / 1e6),
                 "empty_process_mb": round(base / 1e6),
-                "table_mb": round(table / 1e6),
+                "table_mb": round(stats["bytes"] / 1e6),
                 "peak_over_final": round(peak / final, 2),
                 "store_bytes_per_entry": round(store.resident() / entries, 1),
             }
@@ -98,14 +116,11 @@ def bootstrap(entries: int, *, ranks: int = 64, shared: bool = False) -> dict[st
 
 
 def run(*, quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
-    """Growing stores, private blocks and blocks that all ranks share."""
+    """Growing stores: ranks with blocks of their own, and fleets where eight ranks share theirs."""
     out: dict[str, Any] = {}
-    sizes = (256_000,) if quick else (256_000, 1_000_000, 6_400_000)
-    for entries in sizes:
-        for shared in (False, True):
-            if shared and entries > 1_000_000:
-                continue
-            name = f"{entries}_{'shared' if shared else 'private'}"
-            out[name] = bootstrap(entries, shared=shared)
-            say(f"bootstrap {name}: {json.dumps(out[name])}")
+    cases = [(256_000, 64)] if quick else [(256_000, 64), (1_000_000, 64), (6_400_000, 8)]
+    for entries, distinct in cases:
+        name = str(entries) if distinct == 64 else f"{entries}_shared_by_{64 // distinct}"
+        out[name] = bootstrap(entries, distinct=distinct)
+        say(f"bootstrap {name}: {json.dumps(out[name])}")
     return out

@@ -51,7 +51,7 @@ class Valkey(Side):
             return False
         return True
 
-    def ask(self, *command: str) -> Any:
+    def ask(self, *command: str | bytes) -> Any:
         """One command on a connection of its own."""
         with socket.create_connection(("127.0.0.1", self.port), 10) as connection:
             packed = hiredis.pack_command(command)  # type: ignore[arg-type]

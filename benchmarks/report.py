@@ -104,7 +104,7 @@ def _ingest_targets(ingest: dict[str, Any] | None) -> list[Row]:
 
 
 def _bootstrap_targets(boot: dict[str, Any] | None) -> list[Row]:
-    row = (boot or {}).get("6400000_private")
+    row = (boot or {}).get("6400000_shared_by_8")
     if row is None:
         return []
     met = row["seconds"] <= 30 and row["peak_over_final"] < 2
@@ -112,7 +112,7 @@ def _bootstrap_targets(boot: dict[str, Any] | None) -> list[Row]:
         (
             "bootstrap of 6.4 M entries",
             "completes, <= 30 s, memory overhead < 2x",
-            f"{row['seconds']} s, peak {row['peak_over_final']}x",
+            f"{row['seconds']} s ({row['cpu_s']} s of CPU), peak {row['peak_over_final']}x",
             _verdict(met),
         )
     ]
