@@ -44,16 +44,17 @@ class Case(NamedTuple):
 
 
 class Fleet:
-    """A fleet of simulated ranks that hold `PROMPTS` prompts, with the servers that follow it."""
+    """A fleet of simulated ranks that hold up to `PROMPTS` prompts, with the servers that follow it."""
 
     def __init__(self, ranks: int, blocks: int, shape: str, sides: Sequence[Side]) -> None:
         self.ranks, self.blocks, self.shape = ranks, blocks, shape
         self.sides = sides
         source = Prompts(ranks * 100_003 + blocks)
-        self.prompts = [source.tokens(blocks) for _ in range(PROMPTS)]
+        prompts = PROMPTS if ranks * blocks <= 100_000 else 1  # or filling takes minutes
+        self.prompts = [source.tokens(blocks) for _ in range(prompts)]
         self.asked = self.prompts
         if shape == "miss":
-            self.asked = [source.tokens(blocks) for _ in range(PROMPTS)]
+            self.asked = [source.tokens(blocks) for _ in range(prompts)]
         self.engines = Engines(ranks)
         for side in sides:
             assert isinstance(side, Ours | Peer)

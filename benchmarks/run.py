@@ -67,7 +67,7 @@ def cases(quick: bool) -> list[Case]:
     more += [Case(64, 1000, by="hashes", connections=8)]
     more += [Case(r, 1000) for r in (1, 8, 512)]
     more += [Case(64, b) for b in (10, 100, 8000)]
-    more += [Case(8, b, by="hashes") for b in (10, 100)]
+    more += [Case(64, b, by="hashes") for b in (10, 100)]
     return main + more
 
 
