@@ -262,6 +262,7 @@ def test_a_partial_entry_extends_a_run_of_full_blocks() -> None:
     found = run(groups, 129, held)
     assert (int(found.matched[0]), int(found.reusable[0])) == (96, 96)
     assert reuse(groups, 96, held) == 64
+    assert int(run(groups, 96, held).matched[0]) == 64  # nobody looks for an entry at the end
     held[0, DEV, 64] = []
     assert reuse(groups, 129, held) == 0
 

@@ -153,7 +153,8 @@ def _runs(held: Bools) -> Ints:
 
 
 def _matched(view: _View, tokens: int, *, device_only: bool) -> Ints:
-    """The largest boundary common to all main groups, a partial entry at its end included."""
+    """The largest boundary common to all main groups, a partial entry at its end included where
+    the engine would look for one."""
     geometry = view.geometry
     if not geometry.main:
         return np.zeros(view.workers, np.int64)
@@ -162,8 +163,8 @@ def _matched(view: _View, tokens: int, *, device_only: bool) -> Ints:
         held = view.entries(spec, spec.block_size) if device_only else view.any_tier(spec)
         end = _prefix(held) * spec.block_size
         for entry in spec.partial:
-            whole = np.full(view.workers, tokens, np.int64)
-            end = _partial_end(view.entries(spec, entry), end, entry, spec, whole)
+            most = np.full(view.workers, _cap(geometry, tokens), np.int64)
+            end = _partial_end(view.entries(spec, entry), end, entry, spec, most)
         ends.append(end)
     lowest = np.minimum.reduce(ends)
     # Groups that end apart meet at a boundary of them all; a partial entry is no such boundary.
