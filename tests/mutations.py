@@ -2,7 +2,8 @@
 
     python tests/mutations.py [--trust] [NAME ...]
 
-The tests must pass as they are, which is tried first unless `--trust` says that they do. Exits with 1 if a test passes without its mechanism, or a mutation no longer applies.
+The tests must pass as they are, which is tried first unless `--trust` says that they do. Exits with
+1 if a test passes without its mechanism, or a mutation no longer applies.
 """
 
 from __future__ import annotations
@@ -262,8 +263,8 @@ MUTATIONS = [
     m(
         "a connection is used again after a cancelled command",
         f"{S}/pool.py",
-        "except BaseException:\n            await self.drop()\n            raise\n        self.alive",
-        "except BaseException:\n            self.alive = True\n            raise\n        self.alive",
+        "            await self.drop()\n            raise\n        self.alive",
+        "            self.alive = True\n            raise\n        self.alive",
         f"{REDIS} -k cancelled_calls",
     ),
     m(
