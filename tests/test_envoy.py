@@ -22,6 +22,7 @@ from picks import fresh, hold
 from upstreams import Upstream, upstream
 
 from kvindexd.testing.engine import FakeEngine, free_ports
+from kvindexd.v1 import index_pb2 as pb
 
 MODES = ["buffered.yaml", "full_duplex.yaml", "header_routed.yaml"]
 WITH_USAGE = {"response_body_mode: NONE": "response_body_mode: STREAMED"}
@@ -40,6 +41,12 @@ class Gateway:
 
     def hold(self, worker: str, tokens: Sequence[int]) -> None:
         hold(self.daemon, self.engines[worker], worker, tokens)
+
+        def live() -> bool:
+            return all(s.state == pb.LIVE for s in self.daemon.score(tokens).values())
+
+        # A worker that is still catching up comes behind those that are not.
+        self.daemon.until(live, "all workers live")
 
     def active(self) -> dict[str, int]:
         return {k: s.active_blocks for k, s in self.daemon.score(fresh(1)).items()}

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import queue
+import socket
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -123,6 +126,12 @@ class Fleet:
 
     def hold(self, worker: str, tokens: Sequence[int]) -> None:
         hold(self.daemon, self.engines[worker], worker, tokens)
+
+        def live() -> bool:
+            return all(s.state == pb.LIVE for s in self.daemon.score(tokens).values())
+
+        # A worker that is still catching up comes behind those that are not.
+        self.daemon.until(live, "all workers live")
 
     def active(self) -> dict[str, int]:
         """In-flight blocks by worker."""
@@ -360,9 +369,85 @@ def test_a_truncated_body_is_no_fault_of_the_client(fleet: Fleet) -> None:
         assert told(answer)["by"] == "load"
 
 
+def test_a_compressed_body_is_picked_by_load(fleet: Fleet) -> None:
+    with fleet.stream() as s:
+        s.ask(request_headers=headers(content_encoding="gzip"), protocol_config=BUFFERED)
+        answer = s.ask(request_body=ep.HttpBody(body=b"\x1f\x8b\x00", end_of_stream=True))
+        assert destination(answer.request_body.response)
+        assert told(answer)["why"] == "the body is in content-encoding gzip"
+
+
+def test_a_prompt_over_the_limit_is_refused(tmp_path: Path) -> None:
+    with fleet_of(tmp_path, **{"limits.max_prompt_tokens": 100}) as fleet:
+        status, error = error_of(fleet.buffered(body_of(fresh(7))))
+        assert (status, error["code"]) == (400, "invalid_request")
+        assert "limits.max_prompt_tokens = 100" in error["message"]
+
+
+def test_requests_that_name_no_model_go_to_the_least_loaded_of_all(tmp_path: Path) -> None:
+    with FakeEngine() as one, FakeEngine() as two, serving(index__data_dir=str(tmp_path)) as daemon:
+        daemon.register("one", one.endpoint(), model="m", address=A)
+        daemon.register("two", two.endpoint(), model="n", address=B)
+        fleet = Fleet(daemon, {})
+        picked = set()
+        with contextlib.ExitStack() as stack:
+            for _ in range(2):
+                s = stack.enter_context(fleet.stream())
+                get = headers(end=True, _method="GET", _path="/v1/models")
+                answer = s.ask(request_headers=get, protocol_config=BUFFERED)
+                picked.add(destination(answer.request_headers.response).split(",")[0])
+        assert picked == {A, B}
+        assert error_of(fleet.buffered(json.dumps({"prompt": [1]}).encode()))[0] == 400
+        fleet.channel.close()
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """The URL of a server that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def text_body() -> bytes:
+    return json.dumps({"model": "m", "prompt": f"number {next(_numbers)}"}).encode()
+
+
+_numbers = itertools.count()
+
+
+def test_more_at_once_than_allowed_are_shed(tmp_path: Path, silent: str) -> None:
+    settings = {"limits.max_concurrent_calls": 1, "tokens.models": {"m": silent}}
+    with fleet_of(tmp_path, **settings) as fleet, fleet.stream() as s:
+        s.ask(request_headers=headers(), protocol_config=BUFFERED)
+        s.send(request_body=ep.HttpBody(body=text_body(), end_of_stream=True))
+
+        def shed() -> bool:
+            answer = fleet.buffered(body_of(fresh(2)))
+            if answer.WhichOneof("response") != "immediate_response":
+                return False
+            status, error = error_of(answer)
+            assert (status, error["type"]) == (429, "rate_limit_error")
+            assert "limits.max_concurrent_calls" in error["message"]
+            return True
+
+        fleet.daemon.until(shed, "a request is shed", deadline=5)
+
+
+def test_a_tokenizer_that_hangs_costs_the_budget_and_no_more(tmp_path: Path, silent: str) -> None:
+    settings = {"ext_proc.budget": 0.05, "tokens.models": {"m": silent}}
+    with fleet_of(tmp_path, **settings) as fleet:
+        begun = time.monotonic()
+        answer = fleet.buffered(text_body())
+        assert time.monotonic() - begun < 1.5  # tokens.timeout is 2 s
+        assert destination(answer.request_body.response)
+        assert told(answer)["why"] == "no answer within 50 ms"
+        fleet.daemon.until(lambda: fleet.daemon.events("tokenizer_failed"), "a line in the log")
+        why = told(fleet.buffered(text_body()))["why"]
+        assert why.startswith("the tokenizer of model 'm' does not work: no token ids within")
+
+
 def test_limits_and_an_empty_fleet(tmp_path: Path) -> None:
-    limits = {"limits.max_concurrent_calls": 1, "ext_proc.max_body_bytes": 2048}
-    with fleet_of(tmp_path, **limits) as fleet:
+    with fleet_of(tmp_path, **{"ext_proc.max_body_bytes": 2048}) as fleet:
         with fleet.stream() as s:
             s.send(request_headers=headers(), protocol_config=DUPLEX)
             s.send(request_body=ep.HttpBody(body=b"x" * 2049))

@@ -170,6 +170,9 @@ class Exchange:
         return answers
 
     async def _pick(self, why: str) -> tuple[ep.CommonResponse, Any]:
+        encoding = self._headers.get("content-encoding", "identity")
+        if self._body and not why and encoding != "identity":
+            why = f"the body is in content-encoding {encoding}"
         asked = Asked(
             self._headers.get(":method", ""),
             self._headers.get(":path", ""),
