@@ -44,7 +44,7 @@ class Case(NamedTuple):
 
 
 class Fleet:
-    """A fleet of simulated ranks that hold up to `PROMPTS` prompts, with the servers that follow it."""
+    """Simulated ranks that hold up to `PROMPTS` prompts, with the servers that follow them."""
 
     def __init__(self, ranks: int, blocks: int, shape: str, sides: Sequence[Side]) -> None:
         self.ranks, self.blocks, self.shape = ranks, blocks, shape

@@ -4,7 +4,7 @@ per distinct score instead of several per worker."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvindexd.fleet import Chosen, Member
 from kvindexd.scoring.cost import IDLE, miss_blocks
@@ -33,17 +33,21 @@ def quick_rank(
     """All candidates, best first, as `Picker.rank` orders them."""
     picker.ledger.expire(now)
     members = chosen.members
+    idle = not (picker.picked or picker.ledger.workers())
     known: dict[tuple[int, int], float] = {}
     costs = []
     for m, s, kind in zip(members, scored, chosen.kinds, strict=True):
         cost = known.get((id(s), kind))
         if cost is None:
-            cost = known[id(s), kind] = _cost(picker, query, m, s, overlap)
+            cost = _cost(picker, query, m, s, overlap)
+            cost = known[id(s), kind] = round(cost, DIGITS) if idle else cost
         costs.append(cost)
-    if picker.picked or picker.ledger.workers():
+    if not idle:
         return _with_load(picker, query, members, scored, costs, now)
-    costs = [round(c, DIGITS) for c in costs]
-    return [(costs[i], i, 0) for i in sorted(range(len(costs)), key=costs.__getitem__)]
+    places: Iterable[int] = range(len(costs))
+    if len(known) > 1:
+        places = sorted(places, key=costs.__getitem__)
+    return [(costs[i], i, 0) for i in places]
 
 
 def _with_load(
