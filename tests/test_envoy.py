@@ -25,7 +25,8 @@ from kvindexd.testing.engine import FakeEngine, free_ports
 from kvindexd.v1 import index_pb2 as pb
 
 MODES = ["buffered.yaml", "full_duplex.yaml", "header_routed.yaml"]
-WITH_USAGE = {"response_body_mode: NONE": "response_body_mode: STREAMED"}
+PATIENT = {"message_timeout: 0.25s": "message_timeout: 15s"}
+WITH_USAGE = PATIENT | {"response_body_mode: NONE": "response_body_mode: STREAMED"}
 
 
 class Gateway:
@@ -84,7 +85,9 @@ def gateway_of(
 def gateway(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Gateway]:
-    with gateway_of(tmp_path_factory.mktemp("gateway"), request.param) as gateway:
+    # On a slow machine the picker takes longer than in use; no fault is looked for here.
+    patient = {} if request.param == "full_duplex.yaml" else PATIENT
+    with gateway_of(tmp_path_factory.mktemp("gateway"), request.param, patient) as gateway:
         yield gateway
 
 
@@ -120,9 +123,8 @@ def test_bodies_arrive_intact(gateway: Gateway, size: int) -> None:
     by = gateway.envoy.request(body).by
     seen = gateway.workers[by].seen[-1]
     assert (seen.size, seen.digest) == (size, hashlib.sha256(body).hexdigest())
-    if size <= 5_000_000:  # the largest may take longer to hand over than message_timeout allows
-        picked = seen.headers["x-gateway-destination-endpoint"]
-        assert picked.startswith(gateway.workers[by].address)
+    picked = seen.headers["x-gateway-destination-endpoint"]
+    assert picked.startswith(gateway.workers[by].address)
 
 
 def test_chunked_bodies_arrive_intact(gateway: Gateway) -> None:
@@ -274,7 +276,7 @@ def test_a_hanging_picker_costs_nothing_once_the_health_check_has_noticed(tmp_pa
 
 
 def test_a_picker_killed_before_its_answer_loses_no_request(tmp_path: Path) -> None:
-    slow = {"interval: 1s": "interval: 60s", "message_timeout: 0.25s": "message_timeout: 20s"}
+    slow = PATIENT | {"interval: 1s": "interval: 60s"}
     with gateway_of(tmp_path, "buffered.yaml", slow) as gateway:
         gateway.daemon.pause()
         answers: list[int] = []
@@ -309,7 +311,8 @@ def test_full_duplex_fails_loudly_without_its_picker(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("example", ["buffered.yaml", "full_duplex.yaml"])
 def test_a_dead_worker_falls_over_to_the_next(tmp_path: Path, example: str) -> None:
-    with gateway_of(tmp_path, example) as gateway:
+    patient = {} if example == "full_duplex.yaml" else PATIENT
+    with gateway_of(tmp_path, example, patient) as gateway:
         tokens = fresh(50)
         gateway.hold("a", tokens)
         gateway.workers["a"].stop()

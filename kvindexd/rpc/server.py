@@ -69,14 +69,21 @@ class _Health(health.aio.HealthServicer):
 class RpcServer:
     """Owns the listening socket. `start`, then `set_ready`, then `stop`."""
 
-    def __init__(self, listen: str, max_message_bytes: int, grace_seconds: float) -> None:
+    def __init__(
+        self,
+        listen: str,
+        max_message_bytes: int,
+        grace_seconds: float,
+        services: Sequence[str] = SERVICES,
+    ) -> None:
+        """`services`: names that reflection lists."""
         self._listen = listen
         self._grace = grace_seconds
         self._server = grpc.aio.server(options=options(max_message_bytes))
         self._health = _Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(
-            (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
+            (*services, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
         )
 
     def add(self, register: Callable[[grpc.aio.Server], None]) -> None:

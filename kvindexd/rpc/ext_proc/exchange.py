@@ -61,6 +61,11 @@ class Exchange:
         self.over = False
         """The request has been refused: nothing more is to be said."""
 
+    @property
+    def picked(self) -> bool:
+        """Whether a worker has been picked."""
+        return self._decision is not None
+
     async def answer(self, request: ep.ProcessingRequest) -> list[ep.ProcessingResponse]:
         """The answers to one message, in order; none while there is more to come first."""
         if request.observability_mode:

@@ -99,7 +99,7 @@ class ExtProcService:
 
     async def process(
         self, _requests: AsyncIterator[ep.ProcessingRequest], context: Context
-    ) -> AsyncIterator[ep.ProcessingResponse]:
+    ) -> None:
         """Answer one stream; whatever ends it, what was picked is released."""
         exchange = Exchange(self._chooser, self._metrics, self._max_body)
         reading: asyncio.Future[Any] | None = None
@@ -113,10 +113,12 @@ class ExtProcService:
                     reading = asyncio.ensure_future(context.read())
                     await asyncio.wait((reading,), timeout=_LEARN_SECONDS)
                     exchange.duplex = reading.done() and _is_body(reading)
-                started = time.perf_counter()
-                for answer in await self._answer(exchange, message):
-                    yield answer
-                self._metrics.seconds.observe(time.perf_counter() - started)
+                started, picked = time.perf_counter(), exchange.picked
+                answers = await self._answer(exchange, message)
+                if exchange.picked and not picked:
+                    self._metrics.seconds.observe(time.perf_counter() - started)
+                for answer in answers:
+                    await context.write(answer)
         finally:
             if reading is not None:
                 reading.cancel()
@@ -161,7 +163,7 @@ class ExtProcServer(RpcServer):
         max_message_bytes: int,
         grace_seconds: float,
     ) -> None:
-        super().__init__(listen, max_message_bytes, grace_seconds)
+        super().__init__(listen, max_message_bytes, grace_seconds, (SERVICE,))
         handler = grpc.stream_stream_rpc_method_handler(
             service.process,
             ep.ProcessingRequest.FromString,
