@@ -260,18 +260,27 @@ MUTATIONS = [
         ),
         f"{REDIS} -k silent_redis",
     ),
-    m(
+    Mutation(
         "a connection is used again after a cancelled command",
-        f"{S}/pool.py",
-        "            await self.drop()\n            raise\n        self.alive",
-        "            self.alive = True\n            raise\n        self.alive",
+        (
+            (
+                f"{S}/pool.py",
+                "            await self.drop()\n            raise\n        self.alive",
+                "            self.alive = True\n            raise\n        self.alive",
+            ),
+            (
+                f"{S}/pool.py",
+                "read_response(disable_decoding=True)",
+                "read_response(disable_decoding=True, disconnect_on_error=False)",
+            ),
+        ),
         f"{REDIS} -k cancelled_calls",
     ),
     m(
-        "a write whose reply was lost is forgotten",
-        f"{S}/leases.py",
-        "lease.unsure.append(Unsure(call, deltas))",
-        "pass",
+        "a write that is repeated after a lost reply is not recognised",
+        f"{S}/apply.lua",
+        "if w[7] == call then",
+        "if false then",
         f"{REDIS} -k lost_replies",
     ),
     m(
@@ -292,7 +301,7 @@ MUTATIONS = [
         "the master is resolved once",
         (
             (f"{S}/topology.py", "_RESOLVE_TTL = 2.0", "_RESOLVE_TTL = 1e9"),
-            (f"{S}/topology.py", "self._master = None\n\n    def moved", "pass\n\n    def moved"),
+            (f"{S}/topology.py", "self._valid_until = 0.0\n\n    def", "pass\n\n    def"),
         ),
         f"{TOPOLOGIES} -k sentinel",
     ),

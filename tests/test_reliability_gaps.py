@@ -94,6 +94,8 @@ def test_live_batches_wait_for_the_hole_and_are_applied_after_it(daemon: Daemon)
         daemon.until_seq("w", 38)
         assert daemon.worker("w").blocks["device"] == 1
         assert matched(daemon, 20) == 1
+        assert counter(daemon, "event:BlockStored") == 20
+        assert counter(daemon, "event:BlockRemoved") == 19
         assert counter(daemon, "lost_batches") == 0
 
 

@@ -104,6 +104,7 @@ def test_lost_replies_write_nothing_twice(url: str, redis: servers.Server) -> No
             assert between.lost >= 5
             daemon.until(lambda: matched(daemon, 40) == 40, "whole")
             assert counter(daemon, "event:BlockStored") == 79
+            assert counter(daemon, "rewrites") == 0, "its own writes are recognised"
             engine.publish([removed(*range(1, 40))])
             daemon.until_seq("w", 40)
             assert matched(daemon, 40) == 40

@@ -106,7 +106,7 @@ def test_calls_that_never_end_are_cut_off_at_the_grace_time(tmp_path: Path) -> N
 
 def test_a_redis_that_is_away_does_not_hold_the_end_up() -> None:
     with servers.start_valkey() as redis, FakeEngine() as engine:
-        daemon = Daemon(**QUICK, redis__url=redis.url)
+        daemon = Daemon(**(QUICK | {"redis.timeout": 4.0}), redis__url=redis.url)
         with running(daemon):
             daemon.register("w", engine.endpoint())
             engine.wait_subscribed()

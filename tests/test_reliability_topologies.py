@@ -58,7 +58,7 @@ def test_a_cluster_with_shards_and_a_restart_of_kvindexd() -> None:
             for name in names:
                 daemon.until_seq(name, 9)
                 assert matched(daemon, 10, name) == 10
-            used = {node.port for node in group.nodes if node("DBSIZE") > 0}
+            used = {node.port for node in group.nodes if node("KEYS", "kvx:*:w:*")}
             assert len(used) > 1, "spread over the masters"
             daemon.kill()
             for i in range(6):
