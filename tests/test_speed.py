@@ -76,7 +76,7 @@ def members(count: int, dice: random.Random) -> list[Member]:
         )
         shape = candidate(i, PROFILE, WorkerOptions(), True)
         age = dice.randrange(5000)
-        head = lines.head(key, who.address, "LIVE", age)
+        head = lines.head(lines.identity(key, who.address), "LIVE", age)
         made.append(Member(key, who, shape, "LIVE", age, 1, head))
     return made
 

@@ -35,7 +35,7 @@ class FleetView:
         self._clock = clock
         self.engine_load: Callable[[WorkerKey], pb.EngineLoad | None] = lambda _: None
         """What a rank's engine says of its own load, where anybody asks it."""
-        self._candidates: dict[WorkerKey, tuple[Stamp, Candidate]] = {}
+        self._candidates: dict[WorkerKey, tuple[Stamp, Candidate, bytes]] = {}
         self._scopes: dict[tuple[str, str], tuple[float, int, Scope]] = {}
 
     # -- scoring ------------------------------------------------------------------------------
@@ -63,23 +63,26 @@ class FleetView:
 
     def _member(self, view: WorkerView[Registration], now: float) -> Member:
         state, staleness = view.judge(now).state, view.staleness_ms(now)
+        known, identity = self._known(view)
         return Member(
             view.key,
             view.registration,
-            self._candidate(view),
+            known,
             state,
             staleness,
             view.epoch,
-            lines.head(view.key, view.registration.address, state, staleness),
+            lines.head(identity, state, staleness),
         )
 
-    def _candidate(self, view: WorkerView[Registration]) -> Candidate:
+    def _known(self, view: WorkerView[Registration]) -> tuple[Candidate, bytes]:
+        """What of a rank changes with its generation only."""
         cached = self._candidates.get(view.key)
         if cached is not None and cached[0] == (view, view.generation):
-            return cached[1]
+            return cached[1], cached[2]
         made = candidate(view.column, view.profile, view.registration.options, self._hybrid)
-        self._candidates[view.key] = ((view, view.generation), made)
-        return made
+        identity = lines.identity(view.key, view.registration.address)
+        self._candidates[view.key] = ((view, view.generation), made, identity)
+        return made, identity
 
     def models(self, namespace: str) -> list[str]:
         """Models that have a registered rank in the namespace."""

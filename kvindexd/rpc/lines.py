@@ -21,6 +21,8 @@ from kvindexd.v1 import index_pb2 as pb
 _SCORES = b"\x0a"  # field 1, length-delimited
 _RESPONSES = b"\x0a"
 _ACTIVE = b"\x58"  # WorkerScore.active_blocks: 11, varint
+_STATES = {name: b"\x68" + bytes((n,)) for name, n in pb.WorkerState.items()}  # 13, varint
+_STALENESS = b"\x70"  # 14, varint
 _COST = struct.Struct("<cd").pack  # WorkerScore.cost: 12, 64-bit
 
 
@@ -53,15 +55,16 @@ def _size(body: bytes) -> bytes:
     return _LENGTHS[n] if n < 2048 else varint(n)
 
 
-def head(key: WorkerKey, address: str, state: str, staleness_ms: int) -> bytes:
-    """The fields of a WorkerScore that depend on the worker alone."""
+def identity(key: WorkerKey, address: str) -> bytes:
+    """The fields of a WorkerScore that a worker keeps for good."""
     return pb.WorkerScore(
-        worker_id=key.worker_id,
-        dp_rank=key.dp_rank,
-        address=address,
-        state=pb.WorkerState.Value(state),  # type: ignore[arg-type]  # one of them
-        staleness_ms=staleness_ms,
+        worker_id=key.worker_id, dp_rank=key.dp_rank, address=address
     ).SerializeToString()
+
+
+def head(identity: bytes, state: str, staleness_ms: int) -> bytes:
+    """The fields of a WorkerScore that depend on the worker alone."""
+    return identity + _STATES[state] + _STALENESS + varint(staleness_ms)
 
 
 @functools.lru_cache(maxsize=1 << 16)
