@@ -193,6 +193,30 @@ def test_redis_restarts_without_its_data_and_is_rebuilt_from_memory(
         assert matched(daemon, 5) == 4
 
 
+def test_an_engine_and_an_emptied_redis_restart_together(
+    daemon: Daemon, redis: servers.Server
+) -> None:
+    """The clear of the engine's restart is not written yet when the store is written anew: its
+    first numbers must not be taken for repeats of the old ones."""
+    with FakeEngine() as engine:
+        for n in range(5):
+            engine.publish([stored(n)])
+        follow(daemon, engine)
+        daemon.until_seq("w", 4)
+        daemon.until(lambda: daemon.events("replay_ended"), "it knows that there is a replay")
+        redis.kill()
+        engine.restart()
+        daemon.until(lambda: daemon.events("engine_restarted"), "noticed")
+        _wipe(redis, running=False)
+        engine.wait_subscribed()
+        daemon.until(lambda: daemon.events("store_rewritten"), "written anew")
+        for n in range(2):
+            engine.publish([other(10_000 + 16 * n, 900 + n)])
+        daemon.until_seq("w", 1)
+        daemon.until(lambda: daemon.worker("w").blocks["device"] == 2, "the new ones")
+        assert matched(daemon, 5) == 0
+
+
 def test_redis_comes_back_with_an_older_state_while_the_engine_is_idle(
     daemon: Daemon, redis: servers.Server, tmp_path: Path
 ) -> None:
@@ -272,7 +296,8 @@ def test_a_rank_deregistered_and_registered_at_once_is_followed(daemon: Daemon) 
         daemon.until(lambda: matched(daemon, 6) == 6, "whole, by replay")
 
 
-def _wipe(redis: servers.Server) -> None:
-    redis.kill()
+def _wipe(redis: servers.Server, running: bool = True) -> None:
+    if running:
+        redis.kill()
     shutil.rmtree(Path(redis.folder) / "appendonlydir", ignore_errors=True)
     redis.start()

@@ -267,7 +267,7 @@ class RankWriter:
             raise Fenced(str(key), e.owner) from e
         seq, ts, digest = self._written
         for delta in self._queue:
-            if delta.seq >= 0:
+            if delta.seq >= 0 or delta.clear:  # a clear begins before the first batch
                 seq, ts, digest = delta.seq, delta.ts, delta.digest
         for delta in self._queue:
             self._counters.give_back(delta.counters)

@@ -29,6 +29,13 @@ def _report(title: str, figures: Figures, *more: str) -> None:
             file.write("\n".join(lines) + "\n")
 
 
+def _progress(figures: Figures, seconds: float) -> None:
+    if REPORT:
+        figures.seconds = seconds
+        lines = [*figures.lines(), *_memory(figures.rss)]
+        Path(REPORT + ".now").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def test_every_process_is_killed_at_fifty_random_points(tmp_path: Path) -> None:
     """kill -9 of an engine, a kvindexd, the Redis, in the midst of work."""
     kinds = ["engine_kill", "daemon_kill", "redis_kill"]
@@ -55,6 +62,7 @@ def test_a_long_run_leaves_no_difference_and_memory_flat(tmp_path: Path) -> None
             fleet.work(40)
             fleet.round(fleet.rng.sample(faults, 5))
             fleet.figures.rss.append({"at": round(at), **fleet.rss()})
+            _progress(fleet.note(), at)
         figures = fleet.note()
         figures.seconds = time.monotonic() - began
         growth = _growth(figures.rss)
