@@ -125,6 +125,13 @@ MUTATIONS = [
         f"{RESTART} -k without_its_data",
     ),
     m(
+        "an unwritten clear does not begin a new sequence",
+        f"{I}/writer.py",
+        "if delta.seq >= 0 or delta.clear:  # a clear",
+        "if delta.seq >= 0:  # a clear",
+        f"{RESTART} -k emptied",
+    ),
+    m(
         "heartbeats do not compare what is stored",
         f"{I}/session.py",
         "if lease.position == idle_at != result.position and not lease.lock.locked():",
