@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from array import array
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import msgspec
@@ -192,7 +193,13 @@ def _convert(event: _AnyStored | _AnyRemoved | _Cleared | _ClearedArray) -> Even
             return _removed(event)
         return AllBlocksCleared()
     except _Invalid as e:
-        return Rejected(e.reason, str(e))
+        return _rejected(e.reason, str(e))
+
+
+@lru_cache(maxsize=64)
+def _rejected(reason: str, detail: str, tag: str = "") -> Rejected:
+    """One object for all that were rejected alike: a payload may hold a million of them."""
+    return Rejected(reason, detail, tag)
 
 
 def _explain(raw: msgspec.Raw, error: Exception) -> Rejected:
@@ -200,19 +207,19 @@ def _explain(raw: msgspec.Raw, error: Exception) -> Rejected:
     try:
         value = _any.decode(raw)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as e:
-        return Rejected("malformed", f"event is not decodable: {e}")
+        return _rejected("malformed", f"event is not decodable: {e}")
     tag: Any = None
     if isinstance(value, dict):
         tag = value.get("type")
     elif isinstance(value, list) and value:
         tag = value[0]
     else:
-        return Rejected("malformed", "event is neither a tagged map nor a tagged array")
+        return _rejected("malformed", "event is neither a tagged map nor a tagged array")
     if not isinstance(tag, str):
-        return Rejected("unknown_tag", "the event's type is not a string", type(tag).__name__)
+        return _rejected("unknown_tag", "the event's type is not a string", type(tag).__name__)
     if tag not in _TAGS:
-        return Rejected("unknown_tag", f"unknown event type {tag[:_MAX_TAG]!r}", tag[:_MAX_TAG])
-    return Rejected("bad_field", f"{tag}: {error}", tag)
+        return _rejected("unknown_tag", f"unknown event type {tag[:_MAX_TAG]!r}", tag[:_MAX_TAG])
+    return _rejected("bad_field", f"{tag}: {error}", tag)
 
 
 def _stored(e: _AnyStored) -> Event:

@@ -65,7 +65,7 @@ class AllBlocksCleared(msgspec.Struct):
     """The engine dropped its whole prefix cache."""
 
 
-class Rejected(msgspec.Struct):
+class Rejected(msgspec.Struct, frozen=True):
     """An event that was left out. `reason` is a counter label, `detail` says what was wrong.
 
     `tag` is the event's own name where it had one (for unknown tags).
