@@ -159,7 +159,7 @@ class Rank:
         other.presence.names = {p: set(n) for p, n in self.presence.names.items()}
         other.fields, other.parked = dict(self.fields), dict(self.parked)
         other.profile, other.state = self.profile, self.state
-        other.seq, other.now = self.seq, self.now
+        other.seq, other.now, other.counters = self.seq, self.now, self.counters.copy()
         return other
 
     # -- answers out --------------------------------------------------------------------------

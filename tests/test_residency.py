@@ -641,6 +641,17 @@ def test_an_engine_restart_forgets_what_its_groups_have_shown() -> None:
     assert [g.idx for g in rank.residency.catalogue.infos()] == [0]
 
 
+def test_an_engine_restart_forgets_page_size_pairs_and_extras() -> None:
+    rank = Rank()
+    rank.send(legacy([HA], [[1, 2]], None, bs=1), stored([HB], B, extra_keys=[["salt"]]))
+    assert (rank.residency.unit, rank.residency.lookahead, rank.residency.pairs) == (1, 1, True)
+    rank.restart_engine()
+    rank.send(stored([HA], A), stored([HD], C + D))
+    assert (rank.residency.unit, rank.residency.lookahead, rank.residency.pairs) == (16, 0, False)
+    assert rank.reusable(A + B) == 16
+    assert rank.matched(C + D) == 2  # a sparse event: its extras are all visible again
+
+
 # -- units, sizes, specs --------------------------------------------------------------------------
 
 
