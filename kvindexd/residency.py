@@ -233,7 +233,7 @@ class Residency(RankState):
             for engine_hash in event.hashes:
                 self._credit(engine_hash, slot, event, now)
             return
-        if self.seen_extras or place.tainted:
+        if self.seen_extras:
             # Extras of unlisted blocks are invisible, so their keys could be wrong.
             self.counters["dropped:sparse_extras"] += 1
             return
