@@ -143,7 +143,8 @@ def test_an_emptied_store_is_left_to_the_owner_who_has_the_only_copy(
     url: str, redis: servers.Server
 ) -> None:
     """The engine is idle and has no replay: a standby that took the rank would find nothing."""
-    one, two = (Daemon(**SETTINGS, redis__url=url) for _ in range(2))
+    settings = SETTINGS | {"ingest.lease_ttl": 5.0}
+    one, two = (Daemon(**settings, redis__url=url) for _ in range(2))
     with FakeEngine(replay_port=None) as engine, running(one, two):
         one.register("w", engine.endpoint())
         one.until(lambda: one.worker("w").owner, "somebody owns it")

@@ -99,7 +99,7 @@ class RankIngest:
         """Whether the store had lost its data, and knows the rank again."""
         try:
             self._birth = await register_again(self._store, self.registration, self._birth, why)
-            await asyncio.sleep(self._settings.heartbeat)  # an owner would write it anew
+            await asyncio.sleep(self._settings.lease_ttl)  # an owner would write it anew
         except NotRegistered:
             return False
         except StoreError as e:
