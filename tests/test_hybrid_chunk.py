@@ -100,7 +100,7 @@ class Check(NamedTuple):
 def checks(rank: Rank) -> list[Check]:
     """The whole test; also run against builds that must fail it."""
     whole, divergent = X_TOKENS + Y_TOKENS, X_TOKENS + OTHER
-    eight = [*whole[:8 * BS], 1]
+    eight = [*whole[: 8 * BS], 1]
     planes = presence_by_plane(rank.presence)
     return [
         Check("blocks matched of ten", rank.matched(whole), 10),
