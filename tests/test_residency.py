@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 from pure import (
     BS,
@@ -31,7 +32,7 @@ from pure import (
     stored,
 )
 
-from kvindexd.model import Tier
+from kvindexd.model import ADD, MUTATION, Tier
 from kvindexd.residency import Options
 from kvindexd.wire import decode_batch
 
@@ -388,6 +389,15 @@ def test_two_hashes_of_one_content_hold_it_together() -> None:
     assert rank.matched(A) == 0
 
 
+def test_a_name_that_another_hash_still_holds_is_said_again() -> None:
+    """Of two records under one name a replica may have read one before this batch and the other
+    behind it; what holds now makes it right."""
+    rank = Rank()
+    rank.send(stored([HA], A), stored([HB], A))
+    rows = np.frombuffer(rank.send(removed([HA])).mutations, MUTATION)
+    assert [int(r["op"]) for r in rows] == [ADD]
+
+
 def test_the_engines_own_count_of_copies_wins() -> None:
     rank = Rank()
     rank.send(*[stored([HA], A)] * 3)
@@ -730,6 +740,27 @@ def test_two_main_groups_of_equal_spec_hold_their_own_copies() -> None:
     assert rank.matched(A) == 0
     rank.send(stored([HA], A, group=1))
     assert rank.matched(A) == 1
+
+
+def test_a_tier_in_which_one_group_of_a_spec_never_spoke_is_not_held() -> None:
+    rank = Rank()
+    rank.send(stored([HA], A, group=0), stored([HA], A, group=1))
+    rank.send(stored([HA], A, group=0, medium="CPU"))
+    assert planes(rank, tier=Tier.HOST) == 0
+    rank.send(stored([HA], A, group=1, medium="CPU"))
+    assert planes(rank, tier=Tier.HOST) == 1
+
+
+def test_a_removal_takes_the_full_block_before_a_partial_entry_of_its_hash() -> None:
+    rank = Rank()
+    tokens = list(range(64))
+    rank.send(stored([4], tokens, bs=64), stored([1, 2, 3, 4], tokens, bs=16))
+    assert rank.matched(tokens) == 1
+    rank.send(removed([4]))
+    assert rank.matched(tokens) == 0
+    assert planes(rank) == 4
+    rank.send(removed([4]))
+    assert planes(rank) == 3
 
 
 # -- bindings -------------------------------------------------------------------------------------
