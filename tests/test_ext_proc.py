@@ -285,6 +285,8 @@ def test_data_parallel_ranks_are_named_in_a_header(tmp_path: Path) -> None:
     with FakeEngine(dp_size=2) as engine, serving(index__data_dir=str(tmp_path)) as daemon:
         for rank in (0, 1):
             daemon.register("w", engine.endpoint(rank), dp_rank=rank, dp_size=2, address=A)
+        for rank in (0, 1):
+            daemon.until(lambda r=rank: daemon.worker("w", r).state == pb.LIVE, f"{rank} is live")
         fleet = Fleet(daemon, {})
         picked = set()
         for _ in range(2):
@@ -388,6 +390,8 @@ def test_requests_that_name_no_model_go_to_the_least_loaded_of_all(tmp_path: Pat
     with FakeEngine() as one, FakeEngine() as two, serving(index__data_dir=str(tmp_path)) as daemon:
         daemon.register("one", one.endpoint(), model="m", address=A)
         daemon.register("two", two.endpoint(), model="n", address=B)
+        for name in ("one", "two"):  # a rank that is still connecting comes after a live one
+            daemon.until(lambda n=name: daemon.worker(n).state == pb.LIVE, f"{name} is live")
         fleet = Fleet(daemon, {})
         picked = set()
         with contextlib.ExitStack() as stack:
