@@ -86,6 +86,13 @@ def removed(
     return event | more
 
 
+def state(
+    hashes: Sequence[Any], tokens: Sequence[Any], parent: Any = None, **more: Any
+) -> dict[str, Any]:
+    """A Mamba group's BlockStored, as group 1."""
+    return stored(hashes, tokens, parent, group=1, kind=MAMBA, **more)
+
+
 CLEARED = {"type": "AllBlocksCleared"}
 
 
@@ -247,6 +254,12 @@ def holdings_by_plane(residency: Residency) -> dict[Plane, set[int]]:
 def presence_by_plane(presence: SetPresence) -> dict[Plane, set[int]]:
     """The replica's view, empty planes left out."""
     return {plane: names for plane, names in presence.names.items() if names}
+
+
+def planes(rank: Rank, kind: str = FULL, tier: Tier = Tier.DEVICE) -> int:
+    """Names held in all planes of a kind and tier, as the replica sees them."""
+    held = presence_by_plane(rank.presence)
+    return sum(len(n) for p, n in held.items() if p.kind == kind and p.tier == tier)
 
 
 def dump(residency: Residency) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ import pytest
 from fuzz.fuzz_decode import one
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_wire import near_events, values
+from test_wire_random import near_events, values
 
 from kvindexd.wire import BatchError, decode_batch
 
