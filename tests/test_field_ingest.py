@@ -365,7 +365,8 @@ def test_field_a_burst_before_a_silence_is_consumed_whole(daemon: Daemon) -> Non
         daemon.until_seq("g20", 5999)
         assert counter(daemon, "gaps", "g20") == 0
         assert counter(daemon, "event:BlockStored", "g20") == 6000
-        assert matched(daemon, 40, "g20") == 40
+        # On a busy machine the burst may outlast the lease; the next heartbeat brings it back.
+        daemon.until(lambda: matched(daemon, 40, "g20") == 40, "the burst to be answered")
 
 
 # -- ranks ----------------------------------------------------------------------------------------

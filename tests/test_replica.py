@@ -28,7 +28,16 @@ from kvindexd.model import (
 from kvindexd.records import Block, decode_records, field_of, pack, pack_mutation
 from kvindexd.replica import Phase, Replica, ReplicaOptions, State
 from kvindexd.replica.book import Book
-from kvindexd.store import FeedEntry, Kind, Lease, Snapshot, Store, StoreOptions
+from kvindexd.replica.loader import Loader
+from kvindexd.store import (
+    FeedEntry,
+    Kind,
+    Lease,
+    Snapshot,
+    Store,
+    StoreOptions,
+    WorkerRecord,
+)
 
 PLANE = Plane(Tier.DEVICE, "full_attention", 16, 0, 16)
 PROFILE = Profile(
@@ -655,3 +664,25 @@ def test_a_gone_rank_of_an_older_life_does_not_take_the_new_one() -> None:
     assert held(b, [1]) == {1}
     b.take(FeedEntry(worker=KEY, epoch=5, revision=0, kind=Kind.GONE), 0.0)
     assert KEY not in b.views
+
+
+async def test_a_rank_removed_while_its_record_is_read_is_not_made_again(store: Store) -> None:
+    """Else its next registration would find it there, and nobody would ever load it."""
+    rank = await Rank(store, 1).start()
+    book = replica_of(store)._book
+
+    class Removing:
+        """The store, in which a rank is removed between the question and the answer."""
+
+        load = store.load
+
+        async def get_worker(self, key: WorkerKey) -> WorkerRecord:
+            record = await store.get_worker(key)
+            book.drop(key)
+            return record
+
+    view = book.describe(await store.get_worker(rank.key), 0.0)
+    assert view is not None
+    assert book.begin_load(rank.key) is view
+    await Loader(Removing(), decode_records).load(book, view)  # type: ignore[arg-type]
+    assert rank.key not in book.views

@@ -42,7 +42,11 @@ class Loader:
         started = time.perf_counter()
         number = view.load
         try:
-            book.describe(await self._source.get_worker(view.key), time.monotonic())
+            record = await self._source.get_worker(view.key)
+            # A rank that was removed meanwhile must not be made again here: whoever registers it
+            # next would find it there, and nobody would load it.
+            _check(view, number)
+            book.describe(record, time.monotonic())
             snapshot = await self._source.load(view.key)
             count = await self._blocks(book, view, number, snapshot)
             _check(view, number)
