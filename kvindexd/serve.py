@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import quote, urlsplit, urlunsplit
 
-import msgspec
 import structlog
 
 from kvindexd import registration as registrations
@@ -153,9 +152,7 @@ class Daemon:
 
     async def _register_configured(self, store: Store) -> None:
         for worker in self._config.workers:
-            wanted = msgspec.convert(
-                msgspec.structs.asdict(worker), Registration, from_attributes=True
-            )
+            wanted = worker.registration()
             wanted.check()
             replaced = False
             try:
@@ -222,10 +219,7 @@ class Daemon:
             if replica is not None:
                 yield "follow", self._follow(store, replica, supervisor)
             else:
-                supervisor.set_all(
-                    msgspec.convert(msgspec.structs.asdict(w), Registration)
-                    for w in self._config.workers
-                )
+                supervisor.set_all(w.registration() for w in self._config.workers)
 
     async def _follow(
         self, store: Store, replica: Replica[Registration], supervisor: Supervisor
