@@ -19,6 +19,7 @@ import structlog
 from kvindexd import registration as registrations
 from kvindexd._version import __version__
 from kvindexd.config import Config, parse_listen
+from kvindexd.following import follow
 from kvindexd.ingest.engine_metrics import EngineMetrics, MetricsSettings
 from kvindexd.ingest.session import IngestSettings
 from kvindexd.ingest.supervisor import Supervisor
@@ -27,25 +28,13 @@ from kvindexd.rank_state import Options
 from kvindexd.records import decode_records
 from kvindexd.registration import Registration
 from kvindexd.replica.replica import Replica
-from kvindexd.rpc.admin_service import AdminService
 from kvindexd.rpc.codec import TIER_NAMES
-from kvindexd.rpc.ext_proc.choosing import Chooser
-from kvindexd.rpc.ext_proc.server import (
-    HEALTH_NAMES,
-    ExtProcMetrics,
-    ExtProcServer,
-    ExtProcService,
-    token_failures,
-)
-from kvindexd.rpc.fleet_view import FleetView
-from kvindexd.rpc.pick_service import PickService
 from kvindexd.rpc.picking import Picking
-from kvindexd.rpc.server import RpcServer, add_admin, add_index
-from kvindexd.rpc.tailing import Tail
-from kvindexd.store import NotRegistered, Store, StoreError, StoreOptions
+from kvindexd.rpc.server import RpcServer
+from kvindexd.serving import Serving
+from kvindexd.store import NotRegistered, Store, StoreOptions
 from kvindexd.store.embedded import EmbeddedServer
 from kvindexd.telemetry import Metrics, MetricsServer
-from kvindexd.tokens import Tokens, TokenSettings
 
 log = structlog.get_logger(__name__)
 
@@ -53,8 +42,6 @@ Role = Literal["serve", "sidecar", "scorer"]
 _GAUGE_INTERVAL = 2.0
 _ATTEMPTS = 5
 """How many timeouts of the store one operation may outlast, with all its retries."""
-_FIRST_LOAD = 30.0
-"""Seconds for which the gRPC port is held back for the first load."""
 
 
 class Daemon:
@@ -217,50 +204,9 @@ class Daemon:
                 engines = EngineMetrics(store, supervisor.registrations, settings)
                 yield "engine-metrics", engines.run()
             if replica is not None:
-                yield "follow", self._follow(store, replica, supervisor)
+                yield "follow", follow(store, replica, supervisor)
             else:
                 supervisor.set_all(w.registration() for w in self._config.workers)
-
-    async def _follow(
-        self, store: Store, replica: Replica[Registration], supervisor: Supervisor
-    ) -> None:
-        """Ingest whatever is registered, by whomever."""
-        changed = asyncio.Event()
-        unwatch = replica.watch(lambda _: changed.set())
-        birth = store.birth
-        known: dict[WorkerKey, Registration] = {}
-        try:
-            while True:
-                changed.clear()
-                now = {v.key: v.registration for v in replica.workers()}
-                gone = [known[key] for key in known if key not in now]
-                if gone and await self._was_lost(store, birth, gone):
-                    birth = store.birth
-                else:
-                    known = now
-                    supervisor.set_all(now.values())
-                await changed.wait()
-        finally:
-            unwatch()
-
-    async def _was_lost(self, store: Store, birth: str, gone: Sequence[Registration]) -> bool:
-        """Whether ranks are gone because the servers lost their data; then they are registered
-        again, and their ingesters, which go on, write what they hold. Waits for the store."""
-        while True:
-            try:
-                await store.verify()
-                if store.birth == birth:
-                    return False
-                for registration in gone:
-                    await store.register(
-                        registration.key, registration.encode(), False, time.time()
-                    )
-            except StoreError as e:
-                log.warning("store_not_verified", error=str(e))
-                await asyncio.sleep(1.0)
-            else:
-                log.warning("workers_registered_again", count=len(gone), why="the store is empty")
-                return True
 
     async def _gauges(self, replica: Replica[Registration]) -> None:
         """Per-rank gauges, as this process sees the fleet."""
@@ -311,64 +257,11 @@ class Daemon:
     ) -> list[RpcServer]:
         if replica is None or self._picking is None:
             return []
-        c = self._config
-        fleet = FleetView(replica, hybrid=c.index.hybrid == "exact")
-
-        def tail(key: WorkerKey) -> Tail | None:
-            rank = supervisor.rank(key) if supervisor is not None else None
-            return Tail(rank.session) if rank is not None and rank.session is not None else None
-
-        server = RpcServer(c.server.listen, c.server.max_message_bytes, c.server.grace_seconds)
-        index = self._picking.service(fleet)
-        index.tokens = tokens = self._tokens(fleet)
-        stack.push_async_callback(tokens.close)
-        await tokens.start()
-        server.add(lambda s: add_index(s, index))
-        admin = AdminService(store, fleet, tail, audit=self._picking.picker.drift.audit)
-        server.add(lambda s: add_admin(s, admin))
-        await self._first_load(replica)
-        self._bound["grpc"] = await server.start()
-        servers = [server]
-        if c.ext_proc.listen:
-            picker = self._ext_proc(index, tokens)
-            servers.append(picker)
-            self._bound["ext_proc"] = await picker.start()
-            await picker.set_ready(True, HEALTH_NAMES)
-        await server.set_ready(True)
-        return servers
-
-    def _tokens(self, fleet: FleetView) -> Tokens:
-        t = self._config.tokens
-        failures = token_failures(self._metrics)
-        return Tokens(
-            TokenSettings(t.models, t.loras, t.timeout, t.cache_tokens),
-            lambda model: fleet.any_address(self._config.ext_proc.namespace, model),
-            lambda model: failures.labels(model).inc(),
+        stopping = self._stopping.is_set
+        serving = Serving(
+            self._config, self._metrics, store, replica, self._picking, supervisor, stopping
         )
-
-    def _ext_proc(self, index: PickService, tokens: Tokens) -> ExtProcServer:
-        c = self._config
-        chooser = Chooser(
-            index,
-            tokens,
-            namespace=c.ext_proc.namespace,
-            budget=c.ext_proc.budget,
-            fallbacks=c.ext_proc.fallbacks,
-            max_concurrent=c.limits.max_concurrent_calls,
-        )
-        service = ExtProcService(chooser, ExtProcMetrics(self._metrics), c.ext_proc.max_body_bytes)
-        largest = max(c.server.max_message_bytes, c.ext_proc.max_body_bytes + (1 << 20))
-        return ExtProcServer(c.ext_proc.listen, service, largest, c.server.grace_seconds)
-
-    async def _first_load(self, replica: Replica[Registration]) -> None:
-        """Hold the port back until there is something to answer with, but not for ever."""
-        deadline = time.monotonic() + _FIRST_LOAD
-        while time.monotonic() < deadline:
-            if not replica.not_ready() or self._stopping.is_set():
-                break
-            await asyncio.sleep(0.02)
-        if replica.not_ready():
-            log.warning("not_caught_up", why=replica.not_ready(), cost="answers are incomplete")
+        return await serving.start(stack, self._bound)
 
     def _log_ready(self) -> None:
         log.info("ready", role=self._role, version=__version__, pid=os.getpid(), **self._bound)
