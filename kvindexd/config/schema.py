@@ -2,147 +2,39 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from kvindexd.config.answering import ExtProcConfig, PickConfig, ServerConfig, TokensConfig
+from kvindexd.config.base import ConfigError, Section, parse_listen
+from kvindexd.config.observing import LogConfig, MetricsConfig
+from kvindexd.config.storing import IndexConfig, RedisConfig
 from kvindexd.registration import Registration, RoleName
 
+__all__ = [
+    "SECTIONS",
+    "Config",
+    "ConfigError",
+    "EngineMetricsConfig",
+    "ExtProcConfig",
+    "GroupsConfig",
+    "IndexConfig",
+    "IngestConfig",
+    "LimitsConfig",
+    "LogConfig",
+    "MetricsConfig",
+    "PickConfig",
+    "RedisConfig",
+    "Section",
+    "ServerConfig",
+    "TokensConfig",
+    "WorkerConfig",
+    "parse_listen",
+]
+
 Treatment = Literal["main", "auxiliary", "ignored"]
-
-
-def default_data_dir() -> str:
-    """The user's data folder for kvindexd."""
-    base = os.environ.get("XDG_DATA_HOME") or str(Path("~/.local/share").expanduser())
-    return str(Path(base) / "kvindexd")
-
-
-def parse_listen(text: str) -> tuple[str, int]:
-    """Split `host:port`, `[v6]:port` or `:port` (loopback). Raises ValueError, saying why."""
-    host, colon, port = text.rpartition(":")
-    if not colon or not port.isdecimal() or int(port) > 65535 or (":" in host and host[0] != "["):
-        raise ValueError(f"{text!r}: expected host:port (an IPv6 host in brackets)")
-    return host.strip("[]") or "127.0.0.1", int(port)
-
-
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all sections: immutable, by keyword, and strict about names."""
-
-
-class ServerConfig(Section, frozen=True, kw_only=True):
-    """The gRPC server."""
-
-    listen: Annotated[str, Meta(description="host:port; port 0 = any, named in the ready line")] = (
-        "127.0.0.1:50051"
-    )
-    max_message_bytes: Annotated[int, Meta(ge=1024, description="Largest gRPC message")] = (
-        64 * 1024 * 1024
-    )
-    grace_seconds: Annotated[
-        float, Meta(ge=0, description="Time that running calls get at shutdown")
-    ] = 5.0
-
-
-class ExtProcConfig(Section, frozen=True, kw_only=True):
-    """Envoy's external processor."""
-
-    listen: Annotated[str, Meta(description='host:port; "" = off')] = "127.0.0.1:9002"
-    namespace: Annotated[str, Meta(description="Namespace whose workers are picked")] = ""
-    budget: Annotated[
-        float, Meta(gt=0, description="Time for a pick; then it is made by load alone")
-    ] = 0.05
-    fallbacks: Annotated[
-        int, Meta(ge=0, description="Further endpoints named after the picked one")
-    ] = 2
-    max_body_bytes: Annotated[int, Meta(ge=1024, description="Largest request body")] = (
-        64 * 1024 * 1024
-    )
-
-
-class TokensConfig(Section, frozen=True, kw_only=True):
-    """From prompts as text to token ids."""
-
-    models: Annotated[
-        dict[str, str],
-        Meta(
-            description='Model -> folder of its tokenizer, "engine" to ask a worker\'s /tokenize, '
-            "or the http:// URL of a server that has it"
-        ),
-    ] = msgspec.field(default_factory=dict)
-    loras: Annotated[
-        dict[str, str],
-        Meta(description="Adapter -> base model, for requests that name an adapter as their model"),
-    ] = msgspec.field(default_factory=dict)
-    timeout: Annotated[float, Meta(gt=0, description="Limit of tokenizing one prompt")] = 2.0
-    cache_tokens: Annotated[
-        int, Meta(ge=0, description="Token ids kept for prompts that come again, in total")
-    ] = 4_000_000
-
-
-class MetricsConfig(Section, frozen=True, kw_only=True):
-    """The HTTP server of /metrics, /healthz and /readyz."""
-
-    listen: Annotated[str, Meta(description='host:port; "" = off')] = "127.0.0.1:9400"
-
-
-class LogConfig(Section, frozen=True, kw_only=True):
-    """Logs, on standard error."""
-
-    format: Annotated[
-        Literal["json", "console"], Meta(description="One JSON object per line, or text")
-    ] = "json"
-    level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="Least level shown")
-    ] = "info"
-
-
-class IndexConfig(Section, frozen=True, kw_only=True):
-    """The index."""
-
-    hybrid: Annotated[
-        Literal["exact", "attention-only"],
-        Meta(description="Apply every KV-cache group's rule, or the main group's alone"),
-    ] = "exact"
-    data_dir: Annotated[str, Meta(description="Folder of the embedded Valkey's files")] = (
-        msgspec.field(default_factory=default_data_dir)
-    )
-    unbound_ttl: Annotated[
-        float, Meta(gt=0, description="Life of blocks that no engine hash is bound to")
-    ] = 60.0
-
-
-class RedisConfig(Section, frozen=True, kw_only=True):
-    """The store."""
-
-    url: Annotated[str, Meta(description='"" = embedded Valkey in index.data_dir')] = ""
-    username: Annotated[str, Meta(description="Used when the URL names none")] = ""
-    password_file: Annotated[
-        str, Meta(description='File that holds the password; "" = the one in the URL, if any')
-    ] = ""
-    timeout: Annotated[float, Meta(gt=0, description="Limit of one call, connecting included")] = (
-        2.0
-    )
-    pool_size: Annotated[int, Meta(ge=1, description="Connections per process")] = 16
-    shards: Annotated[
-        int, Meta(ge=1, le=16384, description="Hash slots that workers are spread over")
-    ] = 1
-
-    def password(self) -> str:
-        """The content of `password_file` without its line end, "" when none is set.
-
-        Raises ConfigError when the file cannot be read.
-        """
-        if not self.password_file:
-            return ""
-        try:
-            return Path(self.password_file).read_text(encoding="utf-8").rstrip("\r\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"redis.password_file: cannot read {self.password_file}: {error}"
-            ) from error
 
 
 class IngestConfig(Section, frozen=True, kw_only=True):
@@ -175,58 +67,6 @@ class IngestConfig(Section, frozen=True, kw_only=True):
     max_event_bytes: Annotated[int, Meta(ge=1024, description="Largest batch accepted")] = (
         32 * 1024 * 1024
     )
-
-
-class PickConfig(Section, frozen=True, kw_only=True):
-    """Choosing a worker: cost = overlap_weight x role weight x missing blocks + load, in blocks."""
-
-    overlap_weight: Annotated[
-        float, Meta(ge=0, description="Cost of a block that must be computed, against load")
-    ] = 1.0
-    host_weight: Annotated[
-        float, Meta(ge=0, le=1, description="Worth of a block in host memory, of one on the device")
-    ] = 0.7
-    storage_weight: Annotated[
-        float, Meta(ge=0, le=1, description="Worth of a block on disk or remote storage")
-    ] = 0.3
-    prefill_weight: Annotated[
-        float, Meta(ge=0, description="Factor of overlap_weight for prefill workers")
-    ] = 20.0
-    decode_weight: Annotated[
-        float, Meta(ge=0, description="Factor of overlap_weight for decode workers")
-    ] = 2.0
-    mixed_weight: Annotated[
-        float, Meta(ge=0, description="Factor of overlap_weight for mixed workers")
-    ] = 1.0
-    prediction_ttl: Annotated[
-        float, Meta(ge=0, description="Life of what a pick predicts until events come; 0 = off")
-    ] = 2.0
-    lease: Annotated[
-        float,
-        Meta(gt=0, le=86_400, description="Time that a pick counts as load unless completed"),
-    ] = 300.0
-    recent_half_life: Annotated[
-        float, Meta(gt=0, description="Half-life of the load that recent picks leave behind")
-    ] = 0.1
-    max_requests: Annotated[
-        int, Meta(ge=1, description="Picks remembered as in flight, per scorer")
-    ] = 100_000
-    share_interval: Annotated[
-        float, Meta(gt=0, description="Interval at which scorers exchange what is in flight")
-    ] = 0.25
-    drift_threshold: Annotated[
-        float,
-        Meta(gt=0, le=1, description="Part of prompt tokens predicted wrongly that marks a worker"),
-    ] = 0.2
-    drift_window: Annotated[
-        int, Meta(ge=1, description="Completed requests per worker that are looked at")
-    ] = 50
-    drift_minimum: Annotated[
-        int, Meta(ge=1, description="Completed requests before a worker is judged")
-    ] = 10
-    drift_cooldown: Annotated[
-        float, Meta(ge=0, description="Time before a worker is resynced for drifting again")
-    ] = 60.0
 
 
 class EngineMetricsConfig(Section, frozen=True, kw_only=True):
@@ -331,10 +171,6 @@ class Config(Section, frozen=True, kw_only=True):
     workers: Annotated[list[WorkerConfig], Meta(description="Workers registered at start")] = (
         msgspec.field(default_factory=list)
     )
-
-
-class ConfigError(ValueError):
-    """A setting that cannot be used; the text says which, what was expected and what to do."""
 
 
 SECTIONS: dict[str, type[Section]] = {
