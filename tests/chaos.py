@@ -18,7 +18,7 @@ import random
 import shutil
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,12 +68,16 @@ class Engine:
         self.lock = threading.Lock()
         self.next_seq = 0
         self._prompts: dict[tuple[int, ...], list[int]] = {}
+        self.fates: deque[bool] = deque()  # of the next batches, which are lost: may it be replayed
+        self.replay_broken = False
         self._begin()
 
     def _begin(self) -> None:
         self.pool = BlockPool(num_blocks=POOL)
         self._prompts = {}
         self.next_seq = 0
+        self.fates.clear()
+        self.replay_broken = False
         # Where events were lost for good, the index may lack blocks.
         self.lossy = not self.replay
         with self.lock:
@@ -98,12 +102,19 @@ class Engine:
         """Reset the prefix cache; announced with the next batch."""
         self.pool.reset()
         # Everything lost is forgotten by whoever hears of this.
-        self.lossy = not self.replay
+        self.lossy = not self.replay or self.replay_broken
 
     def flush(self) -> None:
         """Publish what there is, even if that is nothing."""
         events = self.pool.take_events()
         self.next_seq = self.process.call("publish", events=events)["seq"] + 1
+        if self.fates and not (self.fates.popleft() and self.replay):
+            self.lossy = True
+
+    def lose(self, count: int, replayable: bool) -> None:
+        """Lose the batches that come next."""
+        self.process.call("drop_next", count=count, replayable=replayable)
+        self.fates.extend([replayable] * count)
 
     def kill(self) -> None:
         """kill -9: all it held is gone."""
@@ -238,7 +249,6 @@ class Fleet:
         self._lost: dict[int, Counter[str]] = {}
         self._saved = False
         self._paused: list[Callable[[], None]] = []
-        self._broken_replay: set[str] = set()
         self._shared = [self._tokens(self.rng.randrange(2, 9)) for _ in range(12)]
         self._recent: list[list[int]] = list(self._shared)
 
@@ -311,7 +321,7 @@ class Fleet:
         return self.rng.choice(fitting)
 
     def frame_lost(self) -> None:
-        self._some_engine().process.call("drop_next", count=self.rng.randrange(1, 4))
+        self._some_engine().lose(self.rng.randrange(1, 4), replayable=True)
 
     def frame_repeated(self) -> None:
         self._some_engine().process.call("duplicate_next", count=self.rng.randrange(1, 4))
@@ -323,22 +333,19 @@ class Fleet:
         self._some_engine().process.call("garbage", kind=self.rng.choice(GARBAGE))
 
     def frame_lost_for_good(self) -> None:
-        engine = self._some_engine()
-        engine.process.call("drop_next", count=1, replayable=False)
-        engine.lossy = True
+        self._some_engine().lose(1, replayable=False)
 
     def replay_broken(self) -> None:
         engine = self._some_engine(replay=True)
         mode = self.rng.choice(["silent", "cut", "holes", "untopical"])
         engine.process.call("replay_mode", mode=mode)
-        engine.lossy = engine.lossy or mode != "untopical"
-        self._broken_replay.add(engine.name)
+        engine.replay_broken = mode != "untopical"
+        engine.lossy = engine.lossy or engine.replay_broken
 
     def engine_kill(self) -> None:
         engine = self._some_engine()
         self._saved = False
         engine.kill()
-        self._broken_replay.discard(engine.name)
         if self.rng.random() < 0.5:
             self.work_elsewhere(engine)
         engine.process.start()
@@ -440,16 +447,17 @@ class Fleet:
         self.work(12)
         self.settle()
         for engine in self.engines.values():
-            engine.lossy = not engine.replay
+            engine.lossy = engine.lossy or not engine.replay
             engine.trim()
 
     def settle(self) -> None:
         """Until the index equals the truth. AssertionError with the differences if it does not."""
-        for name in self._broken_replay:
-            self.engines[name].process.call("replay_mode", mode="normal")
-        self._broken_replay.clear()
         for engine in self.engines.values():
-            for _ in range(4):  # whatever was held back or dropped before shows as a gap by now
+            if engine.replay:
+                engine.process.call("replay_mode", mode="normal")
+                engine.replay_broken = False
+            # Whatever was held back or dropped before shows as a gap by now.
+            for _ in range(4 + len(engine.fates)):
                 engine.flush()
                 self.figures.batches += 1
         started = time.monotonic()
