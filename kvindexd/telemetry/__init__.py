@@ -1,0 +1,15 @@
+"""Logs, metrics, and the small HTTP server that shows them. No secret and no token id passes."""
+
+from kvindexd.telemetry.http import MetricsServer
+from kvindexd.telemetry.logs import configure_logging, mask_secrets, redact
+from kvindexd.telemetry.metrics import WORKER_STATES, BoundedLabel, Metrics
+
+__all__ = [
+    "WORKER_STATES",
+    "BoundedLabel",
+    "Metrics",
+    "MetricsServer",
+    "configure_logging",
+    "mask_secrets",
+    "redact",
+]
