@@ -45,7 +45,16 @@ MESSAGES = {
         "1 string request_id, 2 uint32 cached_tokens?, 3 uint32 prompt_tokens?"
     ),
     "CompleteRequestResponse": "",
-    "ExplainResponse": "1 WorkerExplanation workers*",
+    "ExplainResponse": (
+        "1 WorkerExplanation workers*, 2 Divergence divergence, 3 uint32 prompt_tokens"
+    ),
+    "Divergence": (
+        "1 uint32 held_tokens, 2 uint32 before_token, 3 uint64 continuations, 4 uint32 roots, "
+        "5 string detail, 6 PromptVariation variations*, 7 string tried*, 8 string unknown*"
+    ),
+    "PromptVariation": (
+        "1 string change, 2 string detail, 3 uint32 matched_tokens, 4 string workers*"
+    ),
     "WorkerExplanation": "1 WorkerScore score, 2 GroupRun groups*",
     "GroupRun": "1 Group group, 2 bytes held, 3 uint32 stops_at, 4 string why",
     "PairWorkersRequest": (

@@ -257,11 +257,47 @@ class WorkerExplanation(_message.Message):
     groups: _containers.RepeatedCompositeFieldContainer[GroupRun]
     def __init__(self, score: _Optional[_Union[WorkerScore, _Mapping]] = ..., groups: _Optional[_Iterable[_Union[GroupRun, _Mapping]]] = ...) -> None: ...
 
-class ExplainResponse(_message.Message):
-    __slots__ = ("workers",)
+class PromptVariation(_message.Message):
+    __slots__ = ("change", "detail", "matched_tokens", "workers")
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    MATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    change: str
+    detail: str
+    matched_tokens: int
+    workers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, change: _Optional[str] = ..., detail: _Optional[str] = ..., matched_tokens: _Optional[int] = ..., workers: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Divergence(_message.Message):
+    __slots__ = ("held_tokens", "before_token", "continuations", "roots", "detail", "variations", "tried", "unknown")
+    HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    CONTINUATIONS_FIELD_NUMBER: _ClassVar[int]
+    ROOTS_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    VARIATIONS_FIELD_NUMBER: _ClassVar[int]
+    TRIED_FIELD_NUMBER: _ClassVar[int]
+    UNKNOWN_FIELD_NUMBER: _ClassVar[int]
+    held_tokens: int
+    before_token: int
+    continuations: int
+    roots: int
+    detail: str
+    variations: _containers.RepeatedCompositeFieldContainer[PromptVariation]
+    tried: _containers.RepeatedScalarFieldContainer[str]
+    unknown: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, held_tokens: _Optional[int] = ..., before_token: _Optional[int] = ..., continuations: _Optional[int] = ..., roots: _Optional[int] = ..., detail: _Optional[str] = ..., variations: _Optional[_Iterable[_Union[PromptVariation, _Mapping]]] = ..., tried: _Optional[_Iterable[str]] = ..., unknown: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ExplainResponse(_message.Message):
+    __slots__ = ("workers", "divergence", "prompt_tokens")
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    DIVERGENCE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerExplanation]
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerExplanation, _Mapping]]] = ...) -> None: ...
+    divergence: Divergence
+    prompt_tokens: int
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerExplanation, _Mapping]]] = ..., divergence: _Optional[_Union[Divergence, _Mapping]] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class PairWorkersRequest(_message.Message):
     __slots__ = ("prefill", "decode_candidates", "top_k")
