@@ -77,7 +77,8 @@ class Replica(Generic[R]):
         self._source = source
         self._options = options or ReplicaOptions()
         self._watchers: list[Callable[[WorkerView[R]], None]] = []
-        self._book: Book[R] = Book(parse, on_applied, self._changed)
+        self._on_applied = on_applied
+        self._book: Book[R] = Book(parse, self._applied, self._changed)
         self._loader = Loader(source, decode)
         self._positions: dict[int, str] = {}
         self._revision = ""
@@ -166,6 +167,12 @@ class Replica(Generic[R]):
         """Have every rank's mutations (model.MUTATION) told, once queries can see them; what a
         load from the store brings is not among them. For one watcher."""
         self._book.on_mutations = callback
+
+    def _applied(self, key: WorkerKey, ts: float) -> None:
+        view = self._book.views.get(key)
+        if view is not None:
+            view.lag_ms = max(0, round((time.time() - ts) * 1000))
+        self._on_applied(key, ts)
 
     def _changed(self, view: WorkerView[R]) -> None:
         if view.key in self._book.views:

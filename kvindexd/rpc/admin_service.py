@@ -32,6 +32,10 @@ _VISIBLE_WITHIN = 2.0
 _OWNED_WITHIN = 0.5
 """Seconds that RegisterWorker waits for the replica, and for an ingester to take the rank."""
 _WATCH_INTERVAL = 0.25
+_TAIL_LOOK = 0.5
+"""Seconds without an event after which TailWorker looks whether any can come."""
+FOLLOWING = "kvindexd-following"
+"""Initial metadata of TailWorker, once it listens: the rank's name."""
 MAX_WALK = 1_000_000
 
 
@@ -196,13 +200,13 @@ class AdminService(index_pb2_grpc.KVIndexAdminServicer):
     async def ListWorkers(
         self, request: pb.ListWorkersRequest, context: Context
     ) -> pb.ListWorkersResponse:
-        """Ranks of a namespace, of one model if it is named; stale ones when asked for."""
+        """Ranks of one namespace or all, of one model or all; stale ones when asked for."""
 
         async def work() -> pb.ListWorkersResponse:
             messages = [
-                self._fleet.message(v)
+                self._fleet.listed(v)
                 for v in self._fleet.views()
-                if v.key.namespace == request.namespace
+                if request.namespace in ("", v.key.namespace)
                 and (not request.model or v.registration.model == request.model)
             ]
             if not request.include_stale:
@@ -221,7 +225,7 @@ class AdminService(index_pb2_grpc.KVIndexAdminServicer):
             view = self._fleet.view(key)
             if view is None:
                 raise NotFound(f"worker {key} is not registered")
-            message = self._fleet.message(view)
+            message = self._fleet.listed(view)
             try:
                 async with asyncio.timeout(1.0):
                     counters = (await self._store.get_worker(key)).counters
@@ -316,8 +320,24 @@ class AdminService(index_pb2_grpc.KVIndexAdminServicer):
             )
         else:
             with tail:
-                async for event in tail:
-                    yield event
+                # Tells the caller that from here on it misses nothing.
+                await context.send_initial_metadata(((FOLLOWING, str(key)),))
+                while True:
+                    event = await tail.next(_TAIL_LOOK)
+                    if event is not None:
+                        yield event
+                    elif ended := self._ended(key, tail):
+                        await context.abort(*ended)
+
+    def _ended(self, key: WorkerKey, tail: Tail) -> tuple[grpc.StatusCode, str] | None:
+        """Why a tail will hear nothing any more; None while it may."""
+        if self._fleet.view(key) is None:
+            return grpc.StatusCode.NOT_FOUND, f"worker {key} was removed"
+        now = self._tail(key)
+        if now is not None and now.session is tail.session:
+            return None
+        why = "registered anew" if now is not None else "its lease went elsewhere, or was lost"
+        return grpc.StatusCode.UNAVAILABLE, f"worker {key} is followed anew: {why}; call again"
 
 
 async def answered(context: Context, work: Callable[[], Awaitable[T]]) -> T:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kvindexd.fleet import NO_FILTER, Chosen, Member, Scope, select
 from kvindexd.model import Tier, WorkerKey
@@ -35,6 +35,8 @@ class FleetView:
         self._clock = clock
         self.engine_load: Callable[[WorkerKey], pb.EngineLoad | None] = lambda _: None
         """What a rank's engine says of its own load, where anybody asks it."""
+        self.account: Callable[[WorkerKey], Mapping[str, int]] = lambda _: {}
+        """What this process's picks say of a rank, by the names of Worker.counters."""
         self._candidates: dict[WorkerKey, tuple[Stamp, Candidate, bytes]] = {}
         self._scopes: dict[tuple[str, str], tuple[float, int, Scope]] = {}
 
@@ -132,6 +134,18 @@ class FleetView:
         message.groups.extend(codec.group_message(g) for g in view.profile.groups)
         for name, count in view.counters.items():
             message.counters[name] = max(0, count)
+        return message
+
+    def listed(self, view: WorkerView[Registration]) -> pb.Worker:
+        """A rank as message Worker, with what changes all the time: ages, lag and picks."""
+        message = self.message(view)
+        for name, n in self.account(view.key).items():
+            message.counters[name] = n
+        age = view.staleness_ms(self._clock())
+        if age < 2**32 - 1:
+            message.counters["evidence_age_ms"] = age
+        if view.lag_ms >= 0:
+            message.counters["apply_lag_ms"] = view.lag_ms
         return message
 
     def block(self, name: int, model: str) -> pb.GetBlockResponse | None:

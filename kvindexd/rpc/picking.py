@@ -56,9 +56,12 @@ class ServiceObserver:
         if matched_ratio is not None:
             self._metrics.matched_ratio.observe(matched_ratio)
 
-    def picked(self, worker: WorkerKey) -> None:
+    def picked(self, worker: WorkerKey, prompt_tokens: int, reusable: int) -> None:
         """A request was sent to a worker rank."""
-        self._metrics.picks_total.labels(str(worker)).inc()
+        name = str(worker)
+        self._metrics.picks_total.labels(name).inc()
+        self._metrics.picked_prompt_tokens_total.labels(name).inc(prompt_tokens)
+        self._metrics.picked_reusable_tokens_total.labels(name).inc(reusable)
 
     def completed(self, how: str, outcome: Outcome | None) -> None:
         """A request ended."""
@@ -68,8 +71,12 @@ class ServiceObserver:
 
     def turned_out(self, outcome: Outcome) -> None:
         """An engine reported what it reused."""
-        histogram = self._metrics.predicted_vs_actual_tokens.labels(str(outcome.worker))
-        histogram.observe(outcome.predicted - outcome.actual)
+        metrics, name = self._metrics, str(outcome.worker)
+        error = outcome.predicted - outcome.actual
+        metrics.predicted_vs_actual_tokens.labels(name).observe(error)
+        metrics.completed_prompt_tokens_total.labels(name).inc(outcome.prompt_tokens)
+        metrics.completed_predicted_tokens_total.labels(name).inc(outcome.predicted)
+        metrics.completed_cached_tokens_total.labels(name).inc(outcome.actual)
 
 
 class Picking:
@@ -107,6 +114,7 @@ class Picking:
         """The KVIndex service over a fleet."""
         limits = self._config.limits
         fleet.engine_load = self.sharing.engine_load
+        fleet.account = self.account
         return PickService(
             fleet,
             self._observer,
@@ -116,6 +124,24 @@ class Picking:
             pick_observer=self._observer,
             peers=self.sharing,
         )
+
+    def account(self, key: WorkerKey) -> dict[str, int]:
+        """Picks of a rank and how they turned out, by the names of Worker.counters."""
+        picker = self.picker
+        found = {}
+        if (tally := picker.tallies.get(key)) is not None:
+            found = {
+                "picks": tally.picks,
+                "pick_prompt_tokens": tally.prompt_tokens,
+                "pick_reusable_tokens": tally.reusable_tokens,
+            }
+        if (outcome := picker.drift.of(key)) is not None:
+            found |= {
+                "outcomes": outcome.outcomes,
+                "outcome_prompt_tokens": outcome.prompt_tokens,
+                "outcome_cached_tokens": outcome.actual_tokens,
+            }
+        return found
 
     async def run(self) -> None:
         """Exchange load with other scorers, and keep the metrics up to date, until cancelled."""

@@ -95,6 +95,23 @@ class _Record:
         total = sum(prompt for _, prompt in self.recent)
         return sum(wrong for wrong, _ in self.recent) / total if total else 0.0
 
+    def audit(self, worker: WorkerKey) -> Audit:
+        return Audit(
+            worker,
+            self.outcomes,
+            self.predicted,
+            self.actual,
+            self.prompts,
+            self.over,
+            self.under,
+            self.resting,
+            self.miscounted,
+            len(self.recent),
+            max(self.error, self.marked),
+            self.drifting,
+            self.resyncs,
+        )
+
 
 class DriftWatch:
     """Keeps a record per worker, marks those that drift, and lists which to resync."""
@@ -137,23 +154,11 @@ class DriftWatch:
         """A worker has been removed."""
         self._records.pop(worker, None)
 
+    def of(self, worker: WorkerKey) -> Audit | None:
+        """One worker's record, None before its first outcome."""
+        record = self._records.get(worker)
+        return record.audit(worker) if record is not None else None
+
     def audit(self) -> Sequence[Audit]:
         """The records, by worker."""
-        return [
-            Audit(
-                worker,
-                r.outcomes,
-                r.predicted,
-                r.actual,
-                r.prompts,
-                r.over,
-                r.under,
-                r.resting,
-                r.miscounted,
-                len(r.recent),
-                max(r.error, r.marked),
-                r.drifting,
-                r.resyncs,
-            )
-            for worker, r in sorted(self._records.items())
-        ]
+        return [record.audit(worker) for worker, record in sorted(self._records.items())]

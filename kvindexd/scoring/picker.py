@@ -35,6 +35,14 @@ class PickSettings(NamedTuple):
     drift: DriftOptions = DriftOptions()
 
 
+class Tally(NamedTuple):
+    """What picks promised of a rank since the start, in tokens: of all their prompts together."""
+
+    picks: int = 0
+    prompt_tokens: int = 0
+    reusable_tokens: int = 0
+
+
 class Choice(NamedTuple):
     """One candidate of an answer, priced."""
 
@@ -60,6 +68,7 @@ class Picker:
         self.drift = DriftWatch(self.settings.drift)
         self.picked: dict[WorkerKey, int] = {}
         """Running number of the last pick that went to a rank."""
+        self.tallies: dict[WorkerKey, Tally] = {}
         self._picks = 0
 
     # -- scoring ------------------------------------------------------------------------------
@@ -180,6 +189,10 @@ class Picker:
         self.ledger.add(flight, min(len(keys), round(choice.ranked.miss.computed)), now)
         self._picks += 1
         self.picked[member.key] = self._picks
+        t = self.tallies.get(member.key, Tally())
+        self.tallies[member.key] = Tally(
+            t.picks + 1, t.prompt_tokens + query.tokens, t.reusable_tokens + scored.reusable
+        )
         self._predict(query, member, now)
 
     def _predict(self, query: Query, member: Member, now: float) -> None:
@@ -220,6 +233,7 @@ class Picker:
         self.predictions.forget(worker)
         self.drift.forget(worker)
         self.picked.pop(worker, None)
+        self.tallies.pop(worker, None)
 
 
 def block_size(m: Member, s: Scored) -> int:
