@@ -24,6 +24,7 @@ from kvindexd.ingest.engine_metrics import EngineMetrics, MetricsSettings
 from kvindexd.ingest.session import IngestSettings
 from kvindexd.ingest.supervisor import Supervisor
 from kvindexd.model import WorkerKey
+from kvindexd.processes import Part, Processes, orphaned, part_config, private_address
 from kvindexd.rank_state import Options
 from kvindexd.records import decode_records
 from kvindexd.registration import Registration
@@ -47,9 +48,12 @@ _ATTEMPTS = 5
 class Daemon:
     """Everything that one process runs. `run` returns after SIGTERM or SIGINT."""
 
-    def __init__(self, config: Config, role: Role = "serve") -> None:
+    def __init__(self, config: Config, role: Role = "serve", part: Part | None = None) -> None:
+        """`part`: this is a further process of another one, see kvindexd.processes."""
         self._config = config
         self._role = role
+        self._part = part
+        self._store_url = ""
         self._metrics = Metrics()
         self._picking: Picking | None = None
         self._stopping = asyncio.Event()
@@ -70,16 +74,20 @@ class Daemon:
             if self._role != "scorer":
                 supervisor = Supervisor(store, self._ingest_settings(), self._metrics)
             await stack.enter_async_context(self._metrics_server(replica))
+            private = ""
+            if self._leads:
+                private = stack.enter_context(private_address())
             async with asyncio.TaskGroup() as tasks:
                 background = [
                     tasks.create_task(work, name=name)
                     for name, work in self._background(store, replica, supervisor)
                 ]
-                servers = await self._start_rpc(store, replica, supervisor, stack)
+                servers = await self._start_rpc(store, replica, supervisor, stack, private)
+                further = tasks.create_task(self._further(private), name="processes")
                 self._log_ready()
                 await self._stopping.wait()
                 log.info("stopping", grace_seconds=self._config.server.grace_seconds)
-                await self._stop_rpc(servers)
+                await self._stop_rpc(servers, further)
                 for task in background:
                     task.cancel()
         log.info("stopped")
@@ -97,8 +105,23 @@ class Daemon:
             self._hurry.set()
         self._stopping.set()
 
-    async def _stop_rpc(self, servers: Sequence[RpcServer]) -> None:
-        ending = asyncio.gather(*(server.stop() for server in servers))
+    @property
+    def _leads(self) -> bool:
+        """Whether further processes answer behind this one's ports."""
+        return self._config.server.processes > 1 and self._role != "sidecar" and self._part is None
+
+    async def _further(self, private: str) -> None:
+        if not self._leads:
+            return
+        count, grace = self._config.server.processes, self._config.server.grace_seconds
+        parts = [
+            Part(part_config(self._config, self._bound, self._store_url, i), i, private)
+            for i in range(1, count)
+        ]
+        await Processes(parts, grace).run(self._stopping)
+
+    async def _stop_rpc(self, servers: Sequence[RpcServer], further: asyncio.Task[None]) -> None:
+        ending = asyncio.gather(further, *(server.stop() for server in servers))
         hurrying = asyncio.create_task(self._hurry.wait())
         await asyncio.wait((ending, hurrying), return_when=asyncio.FIRST_COMPLETED)
         hurrying.cancel()
@@ -127,6 +150,7 @@ class Daemon:
                 timeout=redis.timeout,
                 deadline=_ATTEMPTS * redis.timeout,
             )
+            self._store_url = url
             store = Store(url, options, self._observe_store)
             stack.push_async_callback(store.close)
             await store.open()
@@ -194,6 +218,8 @@ class Daemon:
         if replica is not None:
             yield "replica", replica.run()
             yield "gauges", self._gauges(replica)
+        if self._part is not None:
+            yield "main process", orphaned(self._stopping)
         if self._picking is not None:
             yield "picking", self._picking.run()
         if supervisor is not None:
@@ -254,16 +280,28 @@ class Daemon:
         replica: Replica[Registration] | None,
         supervisor: Supervisor | None,
         stack: AsyncExitStack,
+        private: str,
     ) -> list[RpcServer]:
         if replica is None or self._picking is None:
             return []
         stopping = self._stopping.is_set
         serving = Serving(
-            self._config, self._metrics, store, replica, self._picking, supervisor, stopping
+            self._config,
+            self._metrics,
+            store,
+            replica,
+            self._picking,
+            supervisor,
+            stopping,
+            private=private,
+            main=self._part.tail if self._part is not None else "",
         )
         return await serving.start(stack, self._bound)
 
     def _log_ready(self) -> None:
+        if self._part is not None:
+            log.info("process_ready", index=self._part.index, pid=os.getpid(), **self._bound)
+            return
         log.info("ready", role=self._role, version=__version__, pid=os.getpid(), **self._bound)
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, MutableMapping
 from contextlib import AsyncExitStack
 
+import grpc
 import structlog
 
 from kvindexd.config import Config
@@ -24,6 +25,7 @@ from kvindexd.rpc.ext_proc.server import (
     token_failures,
 )
 from kvindexd.rpc.fleet_view import FleetView
+from kvindexd.rpc.forwarding import ForwardingAdmin
 from kvindexd.rpc.pick_service import PickService
 from kvindexd.rpc.picking import Picking
 from kvindexd.rpc.server import RpcServer, add_admin, add_index
@@ -50,8 +52,12 @@ class Serving:
         picking: Picking,
         supervisor: Supervisor | None,
         stopping: Callable[[], bool],
+        *,
+        private: str = "",
+        main: str = "",
     ) -> None:
-        """`supervisor`: of the ranks that this process ingests itself, for TailWorker."""
+        """`supervisor`: of the ranks that this process ingests itself, for TailWorker. `private`:
+        where further processes reach this one; `main`: where a further one reaches the first."""
         self._config = config
         self._metrics = metrics
         self._store = store
@@ -59,6 +65,8 @@ class Serving:
         self._picking = picking
         self._supervisor = supervisor
         self._stopping = stopping
+        self._private = private
+        self._main = main
 
     async def start(
         self, stack: AsyncExitStack, bound: MutableMapping[str, str]
@@ -66,14 +74,19 @@ class Serving:
         """Listen; `bound` gets each server's address, `stack` what is to be closed at the end."""
         c = self._config
         fleet = FleetView(self._replica, hybrid=c.index.hybrid == "exact")
-        server = RpcServer(c.server.listen, c.server.max_message_bytes, c.server.grace_seconds)
+        server = RpcServer(
+            c.server.listen,
+            c.server.max_message_bytes,
+            c.server.grace_seconds,
+            reuse_port=c.server.processes > 1,
+            private=self._private,
+        )
         index = self._picking.service(fleet)
         index.tokens = tokens = self._tokens(fleet)
         stack.push_async_callback(tokens.close)
         await tokens.start()
         server.add(lambda s: add_index(s, index))
-        audit = self._picking.picker.drift.audit
-        admin = AdminService(self._store, fleet, self._tail, audit=audit)
+        admin = self._admin(fleet, stack)
         server.add(lambda s: add_admin(s, admin))
         await self._first_load()
         bound["grpc"] = await server.start()
@@ -85,6 +98,15 @@ class Serving:
             await picker.set_ready(True, HEALTH_NAMES)
         await server.set_ready(True)
         return servers
+
+    def _admin(self, fleet: FleetView, stack: AsyncExitStack) -> AdminService:
+        audit = self._picking.picker.drift.audit
+        if not self._main:
+            return AdminService(self._store, fleet, self._tail, audit=audit)
+        admin = ForwardingAdmin(self._store, fleet, self._tail, audit=audit)
+        admin.main = grpc.aio.insecure_channel(self._main)
+        stack.push_async_callback(admin.main.close)
+        return admin
 
     def _tail(self, key: WorkerKey) -> Tail | None:
         rank = self._supervisor.rank(key) if self._supervisor is not None else None
@@ -111,7 +133,13 @@ class Serving:
         )
         service = ExtProcService(chooser, ExtProcMetrics(self._metrics), c.ext_proc.max_body_bytes)
         largest = max(c.server.max_message_bytes, c.ext_proc.max_body_bytes + (1 << 20))
-        return ExtProcServer(c.ext_proc.listen, service, largest, c.server.grace_seconds)
+        return ExtProcServer(
+            c.ext_proc.listen,
+            service,
+            largest,
+            c.server.grace_seconds,
+            reuse_port=c.server.processes > 1,
+        )
 
     async def _first_load(self) -> None:
         """Hold the port back until there is something to answer with, but not for ever."""

@@ -10,6 +10,7 @@ import typer
 import uvloop
 
 from kvindexd.config import Config, ConfigError, load
+from kvindexd.processes import Part
 from kvindexd.registration import InvalidRegistration
 from kvindexd.serve import Daemon, Role
 from kvindexd.store import StoreError
@@ -30,6 +31,9 @@ DataOption = Annotated[
 LogFormatOption = Annotated[str | None, typer.Option("--log-format", help="json or console.")]
 LogLevelOption = Annotated[
     str | None, typer.Option("--log-level", help="debug, info, warning or error.")
+]
+ProcessesOption = Annotated[
+    int | None, typer.Option("--processes", help="Processes that answer, one per core to use.")
 ]
 MetricsOption = Annotated[
     str | None, typer.Option("--metrics-listen", help='Metrics address; "" = off.')
@@ -56,6 +60,7 @@ def _command(role: Role):  # type: ignore[no-untyped-def]  # typer reads the inn
         redis_url: RedisOption = None,
         data_dir: DataOption = None,
         metrics_listen: MetricsOption = None,
+        processes: ProcessesOption = None,
         log_format: LogFormatOption = None,
         log_level: LogLevelOption = None,
     ) -> None:
@@ -64,6 +69,7 @@ def _command(role: Role):  # type: ignore[no-untyped-def]  # typer reads the inn
             "redis.url": redis_url,
             "index.data_dir": data_dir,
             "metrics.listen": metrics_listen,
+            "server.processes": processes,
             "log.format": log_format,
             "log.level": log_level,
         }
@@ -77,8 +83,8 @@ def _command(role: Role):  # type: ignore[no-untyped-def]  # typer reads the inn
     return command
 
 
-def run(config: Config, role: Role) -> int:
-    """Run the daemon until it is told to stop; the exit status."""
+def run(config: Config, role: Role, part: Part | None = None) -> int:
+    """Run the daemon until it is told to stop; the exit status. `part`: see kvindexd.processes."""
     configure_logging(config.log.format, config.log.level)
     if role != "serve" and not config.redis.url:
         typer.echo(
@@ -91,12 +97,12 @@ def run(config: Config, role: Role) -> int:
         # Calls and batches leave no cycles to speak of; looking for them among millions of blocks
         # is what would hold the loop up.
         gc.set_threshold(50_000, 20, 100)
-        uvloop.run(_main(config, role))
+        uvloop.run(_main(config, role, part))
     except (StoreError, InvalidRegistration, OSError) as error:
         typer.echo(f"kvindexd {role}: {error}", err=True)
         return 1
     return 0
 
 
-async def _main(config: Config, role: Role) -> None:
-    await Daemon(config, role).run()
+async def _main(config: Config, role: Role, part: Part | None) -> None:
+    await Daemon(config, role, part).run()

@@ -22,6 +22,15 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     grace_seconds: Annotated[
         float, Meta(ge=0, description="Time that running calls get at shutdown")
     ] = 5.0
+    processes: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=256,
+            description="Processes that answer behind the same ports, one per core that is to be "
+            "used (not for sidecar)",
+        ),
+    ] = 1
 
 
 class ExtProcConfig(Section, frozen=True, kw_only=True):

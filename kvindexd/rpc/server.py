@@ -22,7 +22,7 @@ HEALTH_NAMES = ("", "liveness", "readiness", *SERVICES)
 """Names that grpc.health.v1 knows here; any other is NOT_FOUND."""
 
 
-def options(max_message_bytes: int) -> list[tuple[str, int]]:
+def options(max_message_bytes: int, reuse_port: bool = False) -> list[tuple[str, int]]:
     """Channel arguments. Go clients ping every 10 s, also without calls: gRPC's default allows
     one ping in 5 minutes and answers more with GOAWAY too_many_pings."""
     return [
@@ -32,7 +32,7 @@ def options(max_message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_ping_strikes", 0),
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", int(reuse_port)),
         # Prompts are tens of kilobytes; 8 at a time, as by default, costs a fifth of a call.
         ("grpc.experimental.tcp_read_chunk_size", 1 << 18),
         ("grpc.experimental.tcp_min_read_chunk_size", 1 << 17),
@@ -75,11 +75,16 @@ class RpcServer:
         max_message_bytes: int,
         grace_seconds: float,
         services: Sequence[str] = SERVICES,
+        *,
+        reuse_port: bool = False,
+        private: str = "",
     ) -> None:
-        """`services`: names that reflection lists."""
+        """`services`: names that reflection lists. `reuse_port`: other processes listen there too.
+        `private`: a further address (unix:PATH), for them."""
         self._listen = listen
         self._grace = grace_seconds
-        self._server = grpc.aio.server(options=options(max_message_bytes))
+        self._private = private
+        self._server = grpc.aio.server(options=options(max_message_bytes, reuse_port))
         self._health = _Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(
@@ -98,6 +103,8 @@ class RpcServer:
             raise OSError(
                 f"server.listen: cannot bind {self._listen}: {e}; is another process using it?"
             ) from None
+        if self._private:
+            self._server.add_insecure_port(self._private)
         await self.set_ready(False)
         await self._server.start()
         host = self._listen.rpartition(":")[0]

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import structlog
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter
 
 from kvindexd.extproc.v1 import ext_proc_pb2 as ep
 from kvindexd.rpc.ext_proc.choosing import Chooser, Decision, Refused
@@ -25,40 +25,22 @@ _LEARN_SECONDS = 0.01
 """Wait for a body from an Envoy that does not say its mode (before 1.33): one that comes without
 an answer to the headers means FULL_DUPLEX_STREAMED."""
 _LOG_EVERY = 10.0
-_SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
 def token_failures(metrics: Metrics) -> Counter:
     """Failures of tokenizers, by model; a model is one that the configuration names."""
-    return Counter(
-        "tokenizer_failures",
-        "Prompts that a tokenizer could not be used for",
-        ("model",),
-        namespace="kvindexd",
-        registry=metrics.registry,
-    )
+    return metrics.tokenizer_failures_total
 
 
 class ExtProcMetrics:
     """What became of the requests; the Observer of all exchanges."""
 
     def __init__(self, metrics: Metrics) -> None:
-        registry = metrics.registry
         self._requests = metrics.ext_proc_requests_total
-        self._served = Counter(
-            "ext_proc_served",
-            "Requests by who served them: the picked worker, a fallback, or another",
-            ("how",),
-            namespace="kvindexd",
-            registry=registry,
-        )
-        self.seconds = Histogram(
-            "ext_proc_pick_seconds",
-            "Time from the last needed message to the pick",
-            namespace="kvindexd",
-            buckets=_SECONDS,
-            registry=registry,
-        )
+        self._served = metrics.ext_proc_served_total
+        self.seconds = metrics.ext_proc_pick_seconds
+        for outcome in ("cache", "load", "500"):
+            self._requests.labels(outcome)
         self._told = float("-inf")
         self._untold = 0
 
@@ -162,8 +144,12 @@ class ExtProcServer(RpcServer):
         service: ExtProcService,
         max_message_bytes: int,
         grace_seconds: float,
+        *,
+        reuse_port: bool = False,
     ) -> None:
-        super().__init__(listen, max_message_bytes, grace_seconds, (SERVICE,))
+        super().__init__(
+            listen, max_message_bytes, grace_seconds, (SERVICE,), reuse_port=reuse_port
+        )
         handler = grpc.stream_stream_rpc_method_handler(
             service.process,
             ep.ProcessingRequest.FromString,

@@ -1,0 +1,172 @@
+"""`--processes N`: N - 1 further scorers behind the same ports, one per core that is to be used.
+
+One event loop answers on one core. Every process binds the same addresses with SO_REUSEPORT, and
+the kernel deals *connections* out among them, so a gateway with a single connection is served by
+one of them. Each has a replica of its own; requests in flight and predictions are shared through
+the store, as among scorers on different machines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from kvindexd.config import Config, parse_listen
+
+log = structlog.get_logger(__name__)
+
+_BACKOFF = 30.0
+"""Longest pause before a process that ended is started again, in seconds."""
+_STEADY = 60.0
+"""Seconds after which a process counts as having worked: its next end is a first one again."""
+_MARGIN = 5.0
+"""Seconds that a process gets beyond its grace time before it is killed."""
+
+
+class Part(msgspec.Struct, frozen=True):
+    """What one further process is told on its standard input.
+
+    `index`: 1 to N - 1. `tail`: gRPC address of the process that ingests, for TailWorker.
+    """
+
+    config: Config
+    index: int
+    tail: str
+
+
+@contextlib.contextmanager
+def private_address() -> Iterator[str]:
+    """A Unix socket's gRPC address that only this user can reach; its folder is removed after."""
+    with tempfile.TemporaryDirectory(prefix="kvindexd-") as folder:
+        yield f"unix:{Path(folder) / 'main.sock'}"
+
+
+def part_config(config: Config, bound: dict[str, str], store_url: str, index: int) -> Config:
+    """The settings of process `index`: the addresses that the first one really has, its store, no
+    workers of its own, and a metrics port of its own (the first one's plus `index`; port 0 = any).
+    """
+    replace = msgspec.structs.replace
+    metrics = config.metrics.listen
+    if metrics:
+        host, port = parse_listen(metrics)
+        host = f"[{host}]" if ":" in host else host
+        metrics = f"{host}:{port + index if port else 0}"
+    return replace(
+        config,
+        server=replace(config.server, listen=bound["grpc"]),
+        ext_proc=replace(config.ext_proc, listen=bound.get("ext_proc", "")),
+        metrics=replace(config.metrics, listen=metrics),
+        redis=replace(config.redis, url=store_url),
+        workers=[],
+    )
+
+
+class Processes:
+    """Keeps the further processes running until told to stop."""
+
+    def __init__(self, parts: list[Part], grace: float) -> None:
+        """`grace`: seconds that each may take to end its calls."""
+        self._parts = parts
+        self._grace = grace
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Until `stopping`; by then, or when cancelled, all of them have ended."""
+        async with asyncio.TaskGroup() as tasks:
+            for part in self._parts:
+                tasks.create_task(self._keep(part, stopping), name=f"process {part.index}")
+
+    async def _keep(self, part: Part, stopping: asyncio.Event) -> None:
+        failures = 0
+        loop = asyncio.get_running_loop()
+        while not stopping.is_set():
+            began = loop.time()
+            status = await self._one(part, stopping)
+            if stopping.is_set():
+                return
+            failures = 1 if loop.time() - began > _STEADY else failures + 1
+            pause = min(_BACKOFF, 0.2 * 2.0**failures) * random.uniform(0.5, 1.0)  # noqa: S311
+            log.error(
+                "process_ended",
+                index=part.index,
+                status=status,
+                again_in=round(pause, 1),
+                cost="its connections are cut off; the other processes take new ones",
+            )
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await stopping.wait()
+
+    async def _one(self, part: Part, stopping: asyncio.Event) -> int:
+        """Run one process to its end; the exit status."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "kvindexd.processes", stdin=asyncio.subprocess.PIPE
+        )
+        ended = asyncio.create_task(process.wait())
+        asked = asyncio.create_task(stopping.wait())
+        try:
+            if process.stdin is not None:
+                # Through a pipe: neither `ps` nor /proc shows the store's password. It stays open;
+                # its end tells the process that this one is gone.
+                process.stdin.write(msgspec.json.encode(part) + b"\n")
+                await process.stdin.drain()
+            await asyncio.wait((ended, asked), return_when=asyncio.FIRST_COMPLETED)
+            return await self._end(process, ended)
+        except ConnectionError:
+            return await ended  # it died before it had read its settings
+        finally:
+            asked.cancel()
+            if not ended.done():
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await asyncio.shield(ended)
+
+    async def _end(self, process: asyncio.subprocess.Process, ended: asyncio.Task[int]) -> int:
+        if not ended.done():
+            # Not by a signal: it may have had one already, and a second one means "at once".
+            if process.stdin is not None:
+                process.stdin.close()
+            await asyncio.wait((ended,), timeout=self._grace + _MARGIN)
+        if not ended.done():
+            log.warning("process_killed", pid=process.pid, cost="its calls in flight are cut off")
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        return await ended
+
+
+async def orphaned(stopping: asyncio.Event) -> None:
+    """In a further process: set `stopping` when the first one is gone, however it ended."""
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    pipe = os.fdopen(os.dup(sys.stdin.fileno()), "rb", buffering=0)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+    await reader.read()
+    if not stopping.is_set():
+        log.warning("main_process_gone", cost="this one ends")
+        stopping.set()
+
+
+def main() -> int:
+    """Entry point of a further process: settings as one line of JSON on standard input."""
+    from kvindexd.cli.serve import run  # the command line imports the daemon, which imports this
+
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        byte = os.read(sys.stdin.fileno(), 1)
+        if not byte:
+            return 1
+        line += byte
+    part = msgspec.json.decode(bytes(line), type=Part)
+    return run(part.config, "scorer", part)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

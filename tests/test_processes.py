@@ -1,0 +1,134 @@
+"""`serve --processes N`: several processes behind one port, one life and one death."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+from daemon import Daemon
+from reliability import stored
+
+from kvindexd.testing.engine import FakeEngine
+from kvindexd.v1 import index_pb2 as pb
+from kvindexd.v1 import index_pb2_grpc as rpc
+
+PROMPT = pb.Prompt(model="m", tokens=pb.TokenIds(ids=range(17)))
+REQUEST = pb.ScoreWorkersRequest(prompt=PROMPT)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[FakeEngine]:
+    with FakeEngine() as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def daemon(engine: FakeEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    folder = tmp_path_factory.mktemp("data")
+    daemon = Daemon(server__processes=3, index__data_dir=str(folder)).start()
+    try:
+        daemon.register("w", engine.endpoint(), replay_endpoint=engine.replay_endpoint())
+        engine.wait_subscribed()
+        engine.publish([stored(0)])
+        daemon.until_seq("w", 0)
+        daemon.until(lambda: len(parts(daemon)) == 2, "further processes")
+        yield daemon
+    finally:
+        daemon.kill()
+
+
+def parts(daemon: Daemon) -> dict[int, dict[str, object]]:
+    """The last ready line of each further process, by its index."""
+    return {r["index"]: r for r in daemon.events("process_ready")}
+
+
+def fresh(daemon: Daemon) -> grpc.Channel:
+    """A connection of its own, which the kernel gives to one of the processes."""
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    return grpc.insecure_channel(daemon.ready["grpc"], options)
+
+
+def ask(daemon: Daemon, deadline: float = 10) -> int:
+    with fresh(daemon) as channel:
+        answer = rpc.KVIndexStub(channel).ScoreWorkers(REQUEST, timeout=deadline)
+        return answer.scores[0].matched_tokens
+
+
+def answered(address: object) -> float:
+    """ScoreWorkers calls that the process with these metrics has answered."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as page:
+        lines = page.read().decode().splitlines()
+    found = [x for x in lines if x.startswith("kvindexd_score_requests_total")]
+    return sum(float(x.rsplit(" ", 1)[1]) for x in found)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+
+
+def test_connections_are_dealt_out_and_every_process_answers_alike(daemon: Daemon) -> None:
+    addresses = [daemon.ready["metrics"], *(p["metrics"] for p in parts(daemon).values())]
+    before = [answered(a) for a in addresses]
+    with ThreadPoolExecutor(8) as pool:
+        matched = Counter(pool.map(lambda _: ask(daemon), range(60)))
+    assert matched == {16: 60}
+    shares = [answered(a) - b for a, b in zip(addresses, before, strict=True)]
+    assert sum(shares) == 60
+    assert sum(share > 0 for share in shares) >= 2, shares
+
+
+def test_a_worker_is_tailed_over_any_connection(daemon: Daemon, engine: FakeEngine) -> None:
+    def tail(n: int) -> str:
+        with fresh(daemon) as channel:
+            request = pb.TailWorkerRequest(worker_id="w")
+            events = rpc.KVIndexAdminStub(channel).TailWorker(request, timeout=10)
+            try:
+                return next(iter(events)).type
+            except grpc.RpcError as e:
+                return f"{n}: {e.code().name} {e.details()}"
+
+    with ThreadPoolExecutor(12) as pool:
+        seen = [pool.submit(tail, n) for n in range(12)]
+        deadline = time.monotonic() + 10
+        while not all(s.done() for s in seen) and time.monotonic() < deadline:
+            engine.publish([stored(1)])
+            time.sleep(0.05)
+    assert Counter(s.result() for s in seen) == {"BlockStored": 12}
+
+
+def test_a_killed_process_is_started_again(daemon: Daemon) -> None:
+    old = parts(daemon)[1]["pid"]
+    assert isinstance(old, int)
+    os.kill(old, signal.SIGKILL)
+    daemon.until(lambda: parts(daemon)[1]["pid"] != old, "a new process")
+    assert daemon.events("process_ended")[0]["index"] == 1
+    with ThreadPoolExecutor(8) as pool:
+        assert Counter(pool.map(lambda _: ask(daemon), range(30))) == {16: 30}
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_all_end_together(how: signal.Signals, tmp_path: Path) -> None:
+    daemon = Daemon(server__processes=2, index__data_dir=str(tmp_path)).start()
+    try:
+        daemon.until(lambda: parts(daemon), "the further process")
+        pid = parts(daemon)[1]["pid"]
+        assert isinstance(pid, int)
+        status = daemon.stop(how)
+        assert status == (0 if how == signal.SIGTERM else -signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        while not gone(pid):
+            assert time.monotonic() < deadline, "the further process goes on alone"
+            time.sleep(0.02)
+    finally:
+        daemon.kill()
