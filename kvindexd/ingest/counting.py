@@ -5,16 +5,27 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+from kvindexd.ingest.actions import ReplayOutcome
+from kvindexd.ingest.link import LinkEvent
 from kvindexd.telemetry import Metrics
 from kvindexd.wire.events import AllBlocksCleared, Batch, BlockRemoved, BlockStored
 
-_BY_NAME = {"gaps": "seq_gaps_total", "restarts": "engine_restarts_total"}
+_BY_NAME = {
+    "gaps": "seq_gaps_total",
+    "lost_batches": "lost_batches_total",
+    "restarts": "engine_restarts_total",
+    "resyncs": "resyncs_total",
+    "orphans": "orphans_total",
+    "rewrites": "store_rewrites_total",
+    "internal_errors": "internal_errors_total",
+}
 
 
 class RankCounters:
     """Counts by name. What `take` returns goes into the store with the next write; Prometheus is
     told at once. Names with a colon are families: `dropped:<reason>`, `filtered:<kind>`,
-    `event:<type>`, `replay:<outcome>`, `tag:<unknown event>`."""
+    `event:<type>`, `replay:<outcome>`, `link:<what happened>`, `stepped_down:<why>`,
+    `tag:<unknown event>`."""
 
     def __init__(self, worker: str, metrics: Metrics) -> None:
         self._worker = worker
@@ -22,6 +33,11 @@ class RankCounters:
         self._fresh: Counter[str] = Counter()
         self.total: Counter[str] = Counter()
         """Since this process took the rank over."""
+        metrics.ingests(worker)
+        for outcome in ReplayOutcome:
+            metrics.replays_total.labels(worker, outcome.value)
+        for event in LinkEvent:
+            metrics.link_events_total.labels(worker, event.value)
 
     def add(self, name: str, n: int = 1) -> None:
         """Count n more."""
@@ -37,6 +53,10 @@ class RankCounters:
             metrics.event(worker, label, n)
         elif family == "replay":
             metrics.replays_total.labels(worker, label).inc(n)
+        elif family == "link":
+            metrics.link_events_total.labels(worker, label).inc(n)
+        elif family == "stepped_down":
+            metrics.leases_lost_total.labels(worker, label).inc(n)
         elif name in _BY_NAME:
             getattr(metrics, _BY_NAME[name]).labels(worker).inc(n)
 

@@ -104,6 +104,7 @@ class Supervisor:
                 await rank.run()
             except Exception as e:
                 log.exception("rank_failed", worker=str(rank.key), error=repr(e))
+                rank.counters.add("internal_errors")
                 rank.detail = f"internal error, restarting: {e!r}"
                 await asyncio.sleep(pause)
                 pause = min(60.0, pause * 2)

@@ -31,8 +31,8 @@ _DECODE = ("DECODE", "MIXED")
 class PickObserver(Observer, Protocol):
     """Where picks and their ends are reported (metrics)."""
 
-    def picked(self, worker: WorkerKey) -> None:
-        """A request was sent to a worker rank."""
+    def picked(self, worker: WorkerKey, prompt_tokens: int, reusable: int) -> None:
+        """A request was sent to a worker rank that is to reuse so many of its tokens."""
         ...
 
     def completed(self, how: str, outcome: Outcome | None) -> None:
@@ -147,8 +147,11 @@ class PickService(IndexService):
     def _take(self, request_id: str, query: Query, ranked: list[Choice], lease: float) -> Taken:
         ranked.sort(key=lambda choice: _PICKABLE.index(choice.member.state))
         self._picker.take(request_id, ranked[0], query, time.monotonic(), lease)
-        self._pick_observer.picked(ranked[0].member.key)
+        self._picked(ranked[0], query)
         return Taken(request_id, query, ranked, lease)
+
+    def _picked(self, choice: Choice, query: Query) -> None:
+        self._pick_observer.picked(choice.member.key, query.tokens, choice.scored.reusable)
 
     def move(self, taken: Taken, place: int) -> Taken:
         """The request went to another candidate than the first: count it there."""
@@ -156,7 +159,7 @@ class PickService(IndexService):
         ranked = [taken.ranked[place], *taken.ranked[:place], *taken.ranked[place + 1 :]]
         request_id = secrets.token_hex(12)
         self._picker.take(request_id, ranked[0], taken.query, time.monotonic(), taken.lease)
-        self._pick_observer.picked(ranked[0].member.key)
+        self._picked(ranked[0], taken.query)
         return taken._replace(request_id=request_id, ranked=ranked)
 
     def _lease(self, request: pb.PickWorkerRequest) -> float:
