@@ -26,7 +26,6 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         int,
         Meta(
             ge=1,
-            le=256,
             description="Processes that answer behind the same ports, one per core that is to be "
             "used (not for sidecar)",
         ),
