@@ -22,7 +22,11 @@ class InvalidRegistration(ValueError):
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
-    """The input fields of message Worker (05-api.md), with its names, units and defaults."""
+    """The input fields of message Worker (05-api.md), with its names, units and defaults.
+
+    `instance`: names the process behind the address, where something knows it. `source`: what
+    registered it ("config", a discovery source's name), "" = an explicit call; see discovery/.
+    """
 
     worker_id: str
     dp_rank: int = 0
@@ -46,6 +50,8 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     chunk_size: int = 0
     reports_reuse: bool = False
     hidden_groups: bool = False
+    instance: str = ""
+    source: str = ""
 
     @property
     def key(self) -> WorkerKey:
@@ -92,12 +98,13 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.msgpack.encode(self)
 
     def replaces_cache(self, old: Registration) -> bool:
-        """Whether this names another process than `old`: a changed address or endpoint is a new
-        incarnation, and what the old one held says nothing about it."""
-        return (self.address, self.kv_events_endpoint, self.model) != (
+        """Whether this names another process than `old`: a changed address, endpoint or instance
+        is a new incarnation, and what the old one held says nothing about it."""
+        return (self.address, self.kv_events_endpoint, self.model, self.instance) != (
             old.address,
             old.kv_events_endpoint,
             old.model,
+            old.instance,
         )
 
 

@@ -239,7 +239,7 @@ def test_worker_settings_become_a_registration() -> None:
     worker = load(env=_workers({"aliases": ["a"], "role": "DECODE"})).config.workers[0]
     registration = worker.registration()
     assert (registration.role, registration.aliases) == ("DECODE", ("a",))
-    assert set(registration.__struct_fields__) == set(WorkerConfig.__struct_fields__)
+    assert set(registration.__struct_fields__) == {*WorkerConfig.__struct_fields__, "source"}
 
 
 def test_schema_describes_every_key() -> None:

@@ -71,11 +71,11 @@ MESSAGES = {
         "8 string replay_endpoint, 9 string topic, 10 uint32 block_size, 11 string engine, "
         "12 Role role, 13 string kv_layout, 14 uint32 tp_size, 15 uint32 num_kv_heads, "
         "16 map<string,string> labels, 17 bool eagle, 18 bool bind_events, 19 string aliases*, "
-        "20 uint32 chunk_size, 21 bool reports_reuse, 22 bool hidden_groups, "
+        "20 uint32 chunk_size, 21 bool reports_reuse, 22 bool hidden_groups, 23 string instance, "
         "30 WorkerState state, 31 uint64 epoch, 32 uint64 revision, 33 int64 last_seq, "
         "34 map<string,uint64> blocks, 35 Group groups*, 36 map<string,uint64> counters, "
         "37 uint64 last_event_ms_ago, 38 string owner, 39 string detail, "
-        "40 EngineLoad engine_load"
+        "40 EngineLoad engine_load, 41 string source"
     ),
     "EngineLoad": "1 uint32 running, 2 uint32 waiting, 3 double cache_usage, 4 uint64 age_ms",
     "AuditRequest": "1 string worker_id, 2 string namespace",

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from kvindexd.config.answering import ExtProcConfig, PickConfig, ServerConfig, TokensConfig
 from kvindexd.config.base import ConfigError, Section, parse_listen
-from kvindexd.config.observing import LogConfig, MetricsConfig
+from kvindexd.config.observing import LogConfig, MetricsConfig, TracingConfig
 from kvindexd.config.storing import IndexConfig, RedisConfig
 from kvindexd.registration import Registration, RoleName
 
@@ -30,6 +30,7 @@ __all__ = [
     "Section",
     "ServerConfig",
     "TokensConfig",
+    "TracingConfig",
     "WorkerConfig",
     "parse_listen",
 ]
@@ -147,6 +148,10 @@ class WorkerConfig(Section, frozen=True, kw_only=True):
     hidden_groups: Annotated[
         bool, Meta(description="Some groups publish nothing: answers are upper bounds")
     ] = False
+    instance: Annotated[
+        str,
+        Meta(description="Names the process behind the address: another one = its cache is new"),
+    ] = ""
 
     def registration(self) -> Registration:
         """The same, as the rest of the daemon keeps it."""
@@ -161,6 +166,7 @@ class Config(Section, frozen=True, kw_only=True):
     tokens: TokensConfig = msgspec.field(default_factory=TokensConfig)
     metrics: MetricsConfig = MetricsConfig()
     log: LogConfig = LogConfig()
+    tracing: TracingConfig = TracingConfig()
     index: IndexConfig = msgspec.field(default_factory=IndexConfig)
     redis: RedisConfig = RedisConfig()
     ingest: IngestConfig = IngestConfig()

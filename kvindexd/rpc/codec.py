@@ -41,6 +41,7 @@ def registration_of(worker: pb.Worker) -> Registration:
         chunk_size=worker.chunk_size,
         reports_reuse=worker.reports_reuse,
         hidden_groups=worker.hidden_groups,
+        instance=worker.instance,
     )
 
 
@@ -69,6 +70,8 @@ def worker_message(r: Registration) -> pb.Worker:
         chunk_size=r.chunk_size,
         reports_reuse=r.reports_reuse,
         hidden_groups=r.hidden_groups,
+        instance=r.instance,
+        source=r.source,
     )
 
 

@@ -330,7 +330,7 @@ class PairWorkersResponse(_message.Message):
     def __init__(self, pairs: _Optional[_Iterable[_Union[WorkerPair, _Mapping]]] = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("worker_id", "dp_rank", "dp_size", "model", "namespace", "address", "kv_events_endpoint", "replay_endpoint", "topic", "block_size", "engine", "role", "kv_layout", "tp_size", "num_kv_heads", "labels", "eagle", "bind_events", "aliases", "chunk_size", "reports_reuse", "hidden_groups", "state", "epoch", "revision", "last_seq", "blocks", "groups", "counters", "last_event_ms_ago", "owner", "detail", "engine_load")
+    __slots__ = ("worker_id", "dp_rank", "dp_size", "model", "namespace", "address", "kv_events_endpoint", "replay_endpoint", "topic", "block_size", "engine", "role", "kv_layout", "tp_size", "num_kv_heads", "labels", "eagle", "bind_events", "aliases", "chunk_size", "reports_reuse", "hidden_groups", "instance", "state", "epoch", "revision", "last_seq", "blocks", "groups", "counters", "last_event_ms_ago", "owner", "detail", "engine_load", "source")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -374,6 +374,7 @@ class Worker(_message.Message):
     CHUNK_SIZE_FIELD_NUMBER: _ClassVar[int]
     REPORTS_REUSE_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
@@ -385,6 +386,7 @@ class Worker(_message.Message):
     OWNER_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     ENGINE_LOAD_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     dp_rank: int
     dp_size: int
@@ -407,6 +409,7 @@ class Worker(_message.Message):
     chunk_size: int
     reports_reuse: bool
     hidden_groups: bool
+    instance: str
     state: WorkerState
     epoch: int
     revision: int
@@ -418,7 +421,8 @@ class Worker(_message.Message):
     owner: str
     detail: str
     engine_load: EngineLoad
-    def __init__(self, worker_id: _Optional[str] = ..., dp_rank: _Optional[int] = ..., dp_size: _Optional[int] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., address: _Optional[str] = ..., kv_events_endpoint: _Optional[str] = ..., replay_endpoint: _Optional[str] = ..., topic: _Optional[str] = ..., block_size: _Optional[int] = ..., engine: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., kv_layout: _Optional[str] = ..., tp_size: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., labels: _Optional[_Mapping[str, str]] = ..., eagle: bool = ..., bind_events: bool = ..., aliases: _Optional[_Iterable[str]] = ..., chunk_size: _Optional[int] = ..., reports_reuse: bool = ..., hidden_groups: bool = ..., state: _Optional[_Union[WorkerState, str]] = ..., epoch: _Optional[int] = ..., revision: _Optional[int] = ..., last_seq: _Optional[int] = ..., blocks: _Optional[_Mapping[str, int]] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., last_event_ms_ago: _Optional[int] = ..., owner: _Optional[str] = ..., detail: _Optional[str] = ..., engine_load: _Optional[_Union[EngineLoad, _Mapping]] = ...) -> None: ...
+    source: str
+    def __init__(self, worker_id: _Optional[str] = ..., dp_rank: _Optional[int] = ..., dp_size: _Optional[int] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., address: _Optional[str] = ..., kv_events_endpoint: _Optional[str] = ..., replay_endpoint: _Optional[str] = ..., topic: _Optional[str] = ..., block_size: _Optional[int] = ..., engine: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., kv_layout: _Optional[str] = ..., tp_size: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., labels: _Optional[_Mapping[str, str]] = ..., eagle: bool = ..., bind_events: bool = ..., aliases: _Optional[_Iterable[str]] = ..., chunk_size: _Optional[int] = ..., reports_reuse: bool = ..., hidden_groups: bool = ..., instance: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., epoch: _Optional[int] = ..., revision: _Optional[int] = ..., last_seq: _Optional[int] = ..., blocks: _Optional[_Mapping[str, int]] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., last_event_ms_ago: _Optional[int] = ..., owner: _Optional[str] = ..., detail: _Optional[str] = ..., engine_load: _Optional[_Union[EngineLoad, _Mapping]] = ..., source: _Optional[str] = ...) -> None: ...
 
 class EngineLoad(_message.Message):
     __slots__ = ("running", "waiting", "cache_usage", "age_ms")
