@@ -14,6 +14,7 @@ from kvindexd.config.schema import (
     MetricsConfig,
     RedisConfig,
     ServerConfig,
+    TracingConfig,
     WorkerConfig,
     parse_listen,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "Row",
     "ServerConfig",
     "Settings",
+    "TracingConfig",
     "WorkerConfig",
     "json_schema",
     "load",

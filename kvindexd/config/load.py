@@ -265,6 +265,10 @@ def _check(settings: Settings) -> None:
 
 
 def _check_listen(settings: Settings, section: str, may_be_off: bool) -> None:
+    endpoint = config.tracing.endpoint
+    if endpoint and not endpoint.startswith(("http://", "https://")):
+        source = settings.source("tracing.endpoint")
+        raise _wrong("tracing.endpoint", endpoint, source, 'a URL like "http://collector:4317"')
     listen = getattr(settings.config, section).listen
     if not listen and may_be_off:
         return

@@ -24,3 +24,29 @@ class LogConfig(Section, frozen=True, kw_only=True):
     level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least level shown")
     ] = "info"
+
+
+class TracingConfig(Section, frozen=True, kw_only=True):
+    """OpenTelemetry traces; they need the extra `otel`."""
+
+    enabled: Annotated[bool, Meta(description="Export a trace of each request that is sampled")] = (
+        False
+    )
+    endpoint: Annotated[
+        str,
+        Meta(
+            description='OTLP over gRPC, "http://collector:4317"; "" = as the OTEL_EXPORTER_OTLP_* '
+            "variables say"
+        ),
+    ] = ""
+    ratio: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="Part of the traces begun here that is sampled; callers decide for theirs",
+        ),
+    ] = 1.0
+    flush_seconds: Annotated[
+        float, Meta(ge=0, description="Longest wait for the last spans at shutdown")
+    ] = 2.0

@@ -10,6 +10,7 @@ from msgspec import Meta
 from kvindexd.config.answering import ExtProcConfig, PickConfig, ServerConfig, TokensConfig
 from kvindexd.config.base import ConfigError, Section, parse_listen
 from kvindexd.config.observing import LogConfig, MetricsConfig, TracingConfig
+from kvindexd.config.protecting import AuthConfig, RegistrationConfig, TlsConfig
 from kvindexd.config.storing import IndexConfig, RedisConfig
 from kvindexd.registration import Registration, RoleName
 
