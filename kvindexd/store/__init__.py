@@ -1,6 +1,7 @@
 """The shared truth: workers, leases, blocks and the feed, in Redis or Valkey."""
 
 from kvindexd.store.errors import (
+    Changed,
     Damaged,
     Diverged,
     Fenced,
@@ -27,6 +28,7 @@ from kvindexd.store.url import StoreURL, parse_url
 
 __all__ = [
     "ApplyResult",
+    "Changed",
     "Damaged",
     "Diverged",
     "FeedEntry",

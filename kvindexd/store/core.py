@@ -6,7 +6,7 @@ from typing import Any
 
 from kvindexd.model import WorkerKey
 from kvindexd.store.connect import Client
-from kvindexd.store.errors import Fenced, NotRegistered
+from kvindexd.store.errors import Changed, Fenced, NotRegistered
 from kvindexd.store.keys import WorkerKeys, shard_of, slot_of_shard, worker_keys
 from kvindexd.store.scripts import Script
 
@@ -46,6 +46,8 @@ class Core:
         if isinstance(reply, list):
             if reply[0] == b"NOTREG":
                 raise NotRegistered(f"worker {key} is not registered; register it first")
+            if reply[0] == b"OTHER":
+                raise Changed(f"worker {key} has been registered by somebody else meanwhile")
             if reply[0] == b"FENCED":
                 raise Fenced(str(key), reply[1].decode())
         return reply

@@ -39,6 +39,10 @@ class NotRegistered(StoreError):
     """The worker rank is not (or no longer) registered."""
 
 
+class Changed(StoreError):
+    """The worker rank is not what a conditional registration was to replace. Look again."""
+
+
 class LeaseHeld(StoreError):
     """Another ingester owns the worker rank. `expires_in`: seconds until its lease lapses."""
 

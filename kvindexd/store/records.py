@@ -10,6 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvindexd.model import BatchDelta, WorkerKey
+from kvindexd.store.errors import StoreError
 
 Position = tuple[int, int]
 """(epoch, revision) of a worker rank."""
@@ -86,7 +87,7 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
     `registration` and `profile` are the bytes that were stored (None = never). `expires_in_ms`:
     of the lease, by the server's clock, negative when lapsed, None without an owner.
     `heartbeat_ms`: time since the owner's last write or heartbeat, None = never. `evidence`: what
-    the owner's heartbeats carried.
+    the owner's heartbeats carried. `drained_by`: who set the draining mark, "" = an operator.
     """
 
     key: WorkerKey
@@ -101,6 +102,7 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
     expires_in_ms: int | None
     heartbeat_ms: int | None
     draining: bool
+    drained_by: str
     profile: bytes | None
     evidence: Mapping[str, object]
     counters: Mapping[str, int]
@@ -181,12 +183,32 @@ def record_of(key: WorkerKey, expiry: int, now_ms: int, h: Mapping[bytes, bytes]
         expires_in_ms=expiry - now_ms if owner else None,
         heartbeat_ms=max(0, now_ms - int(h[b"ha"])) if b"ha" in h else None,
         draining=h.get(b"dr") == b"1",
+        drained_by=h.get(b"db", b"").decode(),
         profile=h.get(b"pf"),
         evidence=evidence,
         counters={f[2:].decode(): int(v) for f, v in h.items() if f.startswith(b"c:")},
         tier_blocks=(tiers[0], tiers[1], tiers[2], tiers[3]),
         load={f[2:].decode(): _load(v, now_ms) for f, v in h.items() if f.startswith(b"l:")},
     )
+
+
+def ms_of(time_reply: Sequence[bytes]) -> int:
+    """Milliseconds of a reply to TIME."""
+    return int(time_reply[0]) * 1000 + int(time_reply[1]) // 1000
+
+
+def record_of_reply(
+    key: WorkerKey, expiry: float, time_reply: Sequence[bytes], flat: Sequence[bytes]
+) -> WorkerRecord | None:
+    """A worker's record from its HGETALL; None where there is none. Raises StoreError."""
+    it = iter(flat)
+    fields = dict(zip(it, it, strict=True))
+    if b"reg" not in fields:
+        return None
+    try:
+        return record_of(key, int(expiry), ms_of(time_reply), fields)
+    except (KeyError, ValueError) as e:
+        raise StoreError(f"worker {key}: its record in the store is unreadable: {e!r}") from e
 
 
 def loads_of(flat: Sequence[bytes], now_ms: int) -> dict[str, LoadReport]:

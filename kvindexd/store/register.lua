@@ -1,9 +1,11 @@
 -- Add or update a worker rank; `changed`: another incarnation, what it held is void.
--- ARGV: id, registration, changed (1/0), now (seconds), nonce, maxlen
+-- ARGV: id, registration, changed (1/0), now (seconds), nonce, maxlen, and "if" with the
+-- registration that it must have before ("" = none; otherwise nothing is done)
 local id, reg, changed, maxlen = ARGV[1], ARGV[2], ARGV[3] == '1', ARGV[6]
 local w = redis.call('HMGET', KEYS[1], 'reg', 'ep', 'rv', 'rn')
 local now = server_ms()
 if w[1] and w[4] == ARGV[5] then return {'OK', w[2], w[3], 0} end
+if ARGV[7] == 'if' and (w[1] or '') ~= ARGV[8] then return {'OTHER'} end
 if w[1] then allow_when_full() end
 redis.call('HSET', KEYS[1], 'reg', reg, 'rn', ARGV[5], 'at', ARGV[4])
 local created = 0

@@ -14,7 +14,7 @@ from kvindexd.model import BatchDelta, WorkerKey
 from kvindexd.store import checks, leases, scripts
 from kvindexd.store.connect import Client, Limits, Observer
 from kvindexd.store.core import Core
-from kvindexd.store.errors import NotRegistered, SchemaMismatch, StoreError
+from kvindexd.store.errors import NotRegistered, SchemaMismatch
 from kvindexd.store.feed import START, FeedRead, FeedReader
 from kvindexd.store.keys import (
     META,
@@ -38,7 +38,8 @@ from kvindexd.store.records import (
     StoreHealth,
     WorkerRecord,
     WorkerSize,
-    record_of,
+    ms_of,
+    record_of_reply,
 )
 from kvindexd.store.snapshot import take_snapshot
 from kvindexd.store.url import parse_url
@@ -164,6 +165,13 @@ class Store:
             for shard in range(self.shards)
         }
 
+    async def memory(self) -> dict[int, tuple[int, int]]:
+        """(bytes used, limit in bytes; 0 = none) of each shard's server."""
+        return {
+            shard: await checks.memory(self._client, slot_of_shard(shard))
+            for shard in range(self.shards)
+        }
+
     async def verify(self) -> StoreHealth:
         """Compare the servers and their data with what was there at the last look.
 
@@ -183,12 +191,18 @@ class Store:
     # -- registration -------------------------------------------------------------------------
 
     async def register(
-        self, key: WorkerKey, registration: bytes, incarnation_changed: bool, now: float
+        self,
+        key: WorkerKey,
+        registration: bytes,
+        incarnation_changed: bool,
+        now: float,
+        instead_of: bytes | None = None,
     ) -> Registered:
         """Add or update a worker rank. `registration`: opaque; `now`: seconds, for display.
 
-        `incarnation_changed`: what it held is void (next epoch, any lease revoked). Raises
-        StoreFull for a new worker on a full server.
+        `incarnation_changed`: what it held is void (next epoch, any lease revoked). `instead_of`:
+        only where this is what is registered (b"" = nothing); Changed otherwise. Raises StoreFull
+        for a new worker on a full server.
         """
         reply = await self._core.run(
             scripts.REGISTER,
@@ -198,12 +212,14 @@ class Store:
             repr(float(now)),
             secrets.token_hex(8),
             self._core.feed_maxlen,
+            *(() if instead_of is None else ("if", instead_of)),
         )
         return Registered(int(reply[1]), int(reply[2]), bool(reply[3]))
 
-    async def deregister(self, key: WorkerKey) -> bool:
-        """Remove a worker rank with all it held; False if there was none."""
-        return bool(await self._core.run(scripts.DEREGISTER, key, self._core.feed_maxlen))
+    async def deregister(self, key: WorkerKey, only: bytes = b"") -> bool:
+        """Remove a worker rank with all it held, if its registration is `only` (b"" = any); False
+        if nothing was removed."""
+        return bool(await self._core.run(scripts.DEREGISTER, key, self._core.feed_maxlen, only))
 
     async def reset(self, key: WorkerKey) -> int:
         """Forget what a worker rank holds, as an operator: revokes the lease, so that the owner
@@ -212,9 +228,10 @@ class Store:
         reply = await self._core.run(scripts.RESET, key, self._core.feed_maxlen)
         return int(reply[1])
 
-    async def set_draining(self, key: WorkerKey, draining: bool) -> None:
-        """Set or lift the draining mark. Raises NotRegistered."""
-        await self._core.run(scripts.DRAIN, key, int(draining), self._core.feed_maxlen)
+    async def set_draining(self, key: WorkerKey, draining: bool, by: str = "") -> None:
+        """Set or lift the draining mark; with `by` (no operator), lift only what it has set.
+        Raises NotRegistered."""
+        await self._core.run(scripts.DRAIN, key, int(draining), self._core.feed_maxlen, by)
 
     async def ask(self, key: WorkerKey, what: str) -> None:
         """Leave the owner a request, such as "resync": it gets the latest one with its next
@@ -243,7 +260,7 @@ class Store:
                 ("HGETALL", keys.worker),
             ],
         )
-        record = _record(key, float(score or 0), now, fields)
+        record = record_of_reply(key, float(score or 0), now, fields)
         if record is None:
             raise NotRegistered(f"worker {key} is not registered")
         return record
@@ -262,7 +279,7 @@ class Store:
                 "list_workers", slot_of_shard(shard), [("TIME",), *commands]
             )
             for (name, expiry), fields in zip(chunk, found, strict=True):
-                record = _record(WorkerKey.parse(name), expiry, now, fields)
+                record = record_of_reply(WorkerKey.parse(name), expiry, now, fields)
                 if record is not None:  # removed since we read the list
                     out.append(record)
         return out
@@ -276,7 +293,7 @@ class Store:
         )
         it = iter(flat)
         pairs = [(name.decode(), float(score)) for name, score in zip(it, it, strict=True)]
-        return _ms(now), pairs
+        return ms_of(now), pairs
 
     async def leases(self) -> dict[WorkerKey, float]:
         """Seconds until each worker rank's lease lapses; negative = lapsed, -inf = no owner.
@@ -379,20 +396,3 @@ class Store:
         if self._reader is None:
             self._reader = self.feed_reader()
         return await self._reader.read(positions, block_ms, count)
-
-
-def _ms(time_reply: Sequence[bytes]) -> int:
-    return int(time_reply[0]) * 1000 + int(time_reply[1]) // 1000
-
-
-def _record(
-    key: WorkerKey, expiry: float, time_reply: Sequence[bytes], flat: Sequence[bytes]
-) -> WorkerRecord | None:
-    it = iter(flat)
-    fields = dict(zip(it, it, strict=True))
-    if b"reg" not in fields:
-        return None
-    try:
-        return record_of(key, int(expiry), _ms(time_reply), fields)
-    except (KeyError, ValueError) as e:
-        raise StoreError(f"worker {key}: its record in the store is unreadable: {e!r}") from e
