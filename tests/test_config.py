@@ -106,12 +106,17 @@ def test_file_from_the_environment_and_flag_over_it(tmp_path: Path) -> None:
 def test_every_key_has_an_environment_variable() -> None:
     samples = {bool: "true", int: "2048", float: "2.5"}
     parts = dict.fromkeys(("host_weight", "storage_weight", "drift_threshold"), "0.5")
+    parts |= {"admin_listen": "127.0.0.1:1", "client_ca_file": "", "allow_networks": "[]"}
+    pair = {"cert_file": "KVINDEXD_TLS__KEY_FILE", "key_file": "KVINDEXD_TLS__CERT_FILE"}
     for name, section in SECTIONS.items():
         for key, value in msgspec.structs.asdict(section()).items():
             special = {"url": "redis://h", "treat_as": '{"mamba": "main"}'} | parts
-            text = special.get(key) or samples.get(type(value)) or str(value) or "x"
+            text = special.get(key, samples.get(type(value), str(value) or "x"))
+            if isinstance(value, list):
+                text = json.dumps(value)
             variable = f"KVINDEXD_{name}__{key}".upper()
-            settings = load(env={variable: text})
+            other = {pair[key]: "x"} if key in pair else {}
+            settings = load(env={variable: text} | other)
             assert settings.source(f"{name}.{key}") == f"env {variable}"
 
 

@@ -16,6 +16,10 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     listen: Annotated[str, Meta(description="host:port; port 0 = any, named in the ready line")] = (
         "127.0.0.1:50051"
     )
+    admin_listen: Annotated[
+        str,
+        Meta(description='host:port for KVIndexAdmin (and KVIndex); "" = on listen'),
+    ] = ""
     max_message_bytes: Annotated[int, Meta(ge=1024, description="Largest gRPC message")] = (
         64 * 1024 * 1024
     )

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 
 import msgspec
 
+from kvindexd.config.protection import check_protection
 from kvindexd.config.schema import (
     SECTIONS,
     Config,
@@ -28,7 +29,11 @@ from kvindexd.registration import InvalidRegistration
 from kvindexd.telemetry import mask_secrets
 
 PREFIX = "KVINDEXD_"
-_NOT_SETTINGS = frozenset({"KVINDEXD_CONFIG", "KVINDEXD_SERVER"})
+_NOT_SETTINGS = frozenset(
+    f"KVINDEXD_{name}" for name in ("CONFIG", "SERVER", "TOKEN", "CA", "CERT", "KEY")
+)
+_SECRETS = frozenset({"auth.tokens"})
+"""Settings whose values are never shown."""
 # Kubernetes puts these in every pod of a namespace that has a Service named kvindexd or kvindexd-x.
 _KUBERNETES = re.compile(
     r"KVINDEXD_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)"
@@ -52,7 +57,11 @@ class Settings(NamedTuple):
     def effective(self) -> list[Row]:
         """Every setting, in the schema's order; of workers only what differs from the defaults."""
         rows = [
-            Row(f"{name}.{key}", _masked(getattr(section, key)), self.source(f"{name}.{key}"))
+            Row(
+                f"{name}.{key}",
+                _shown(f"{name}.{key}", getattr(section, key)),
+                self.source(f"{name}.{key}"),
+            )
             for name in SECTIONS
             for section in [getattr(self.config, name)]
             for key in section.__struct_fields__
@@ -240,8 +249,14 @@ def _bounds(meta: msgspec.Meta) -> str:
 
 def _check(settings: Settings) -> None:
     config = settings.config
-    for name, may_be_off in (("server", False), ("ext_proc", True), ("metrics", True)):
-        _check_listen(settings, name, may_be_off)
+    for key, may_be_off in (
+        ("server.listen", False),
+        ("server.admin_listen", True),
+        ("ext_proc.listen", True),
+        ("metrics.listen", True),
+    ):
+        _check_listen(settings, key, may_be_off)
+    check_protection(config)
     if config.ingest.heartbeat >= config.ingest.lease_ttl:
         raise ConfigError(
             f"ingest.heartbeat ({config.ingest.heartbeat:g} s) must be shorter than "
@@ -250,6 +265,10 @@ def _check(settings: Settings) -> None:
     if config.redis.url and "://" not in config.redis.url:
         source = settings.source("redis.url")
         raise _wrong("redis.url", config.redis.url, source, 'a URL like "redis://host:6379/0"')
+    endpoint = config.tracing.endpoint
+    if endpoint and not endpoint.startswith(("http://", "https://")):
+        source = settings.source("tracing.endpoint")
+        raise _wrong("tracing.endpoint", endpoint, source, 'a URL like "http://collector:4317"')
     seen: dict[tuple[str, str, int], int] = {}
     for i, worker in enumerate(config.workers):
         try:
@@ -264,18 +283,14 @@ def _check(settings: Settings) -> None:
             )
 
 
-def _check_listen(settings: Settings, section: str, may_be_off: bool) -> None:
-    endpoint = config.tracing.endpoint
-    if endpoint and not endpoint.startswith(("http://", "https://")):
-        source = settings.source("tracing.endpoint")
-        raise _wrong("tracing.endpoint", endpoint, source, 'a URL like "http://collector:4317"')
-    listen = getattr(settings.config, section).listen
+def _check_listen(settings: Settings, key: str, may_be_off: bool) -> None:
+    section, _, name = key.partition(".")
+    listen = getattr(getattr(settings.config, section), name)
     if not listen and may_be_off:
         return
     try:
         parse_listen(listen)
     except ValueError:
-        key = f"{section}.listen"
         hint = ' or "" for off' if may_be_off else ""
         source = settings.source(key)
         raise _wrong(key, listen, source, f'host:port like "127.0.0.1:9000"{hint}') from None
@@ -301,12 +316,16 @@ def _unknown(
 
 
 def _wrong(key: str, value: object, source: str, expected: str) -> ConfigError:
-    got = mask_secrets(repr(value))
+    got = "***" if key in _SECRETS else mask_secrets(repr(value))
     if key == "redis.url" and "://" not in got:
         got = repr("***@" + got.strip("'").rpartition("@")[2]) if "@" in got else got
     if len(got) > 200:
         got = got[:200] + "..."
     return ConfigError(f"{key} is {got} ({source}); expected {expected}")
+
+
+def _shown(key: str, value: object) -> object:
+    return "***" if key in _SECRETS and value else _masked(value)
 
 
 def _masked(value: object) -> object:

@@ -16,6 +16,7 @@ from kvindexd.registration import Registration, RoleName
 
 __all__ = [
     "SECTIONS",
+    "AuthConfig",
     "Config",
     "ConfigError",
     "EngineMetricsConfig",
@@ -28,8 +29,10 @@ __all__ = [
     "MetricsConfig",
     "PickConfig",
     "RedisConfig",
+    "RegistrationConfig",
     "Section",
     "ServerConfig",
+    "TlsConfig",
     "TokensConfig",
     "TracingConfig",
     "WorkerConfig",
@@ -114,6 +117,20 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
     feed_maxlen: Annotated[int, Meta(ge=100, description="Batches kept in the feed, per shard")] = (
         100_000
     )
+    max_candidates: Annotated[int, Meta(ge=1, description="Candidates that one request names")] = (
+        4096
+    )
+    max_batch: Annotated[int, Meta(ge=1, description="Prompts of one ScoreWorkersBatch")] = 1024
+    streams_per_client: Annotated[
+        int, Meta(ge=1, description="Streaming calls of one client at once, ext_proc aside")
+    ] = 256
+    max_workers: Annotated[int, Meta(ge=1, description="Worker ranks registered in all")] = 10_000
+    max_labels: Annotated[
+        int, Meta(ge=0, description="Labels of a worker, and aliases, and labels of a request")
+    ] = 64
+    max_name_bytes: Annotated[
+        int, Meta(ge=16, description="Bytes of any one text in a registration")
+    ] = 1024
 
 
 class WorkerConfig(Section, frozen=True, kw_only=True):
@@ -163,6 +180,9 @@ class Config(Section, frozen=True, kw_only=True):
     """All settings of the daemon."""
 
     server: ServerConfig = ServerConfig()
+    tls: TlsConfig = msgspec.field(default_factory=TlsConfig)
+    auth: AuthConfig = msgspec.field(default_factory=AuthConfig)
+    registration: RegistrationConfig = msgspec.field(default_factory=RegistrationConfig)
     ext_proc: ExtProcConfig = ExtProcConfig()
     tokens: TokensConfig = msgspec.field(default_factory=TokensConfig)
     metrics: MetricsConfig = MetricsConfig()
