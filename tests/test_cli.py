@@ -174,7 +174,7 @@ def test_workers_add_sends_every_field(script: Script) -> None:
         *("--engine", "vllm", "--role", "decode", "--kv-layout", "LBHNC", "--tp-size", "4"),
         *("--num-kv-heads", "8", "--label", "zone=a", "--label", "x=y=z", "--alias", "b"),
         *("--eagle", "--bind-events", "--chunk-size", "128", "--reports-reuse"),
-        "--hidden-groups",
+        *("--hidden-groups", "--instance", "pod-uid"),
     )
     sent = script.last().worker
     inputs = [f for f in pb.Worker.DESCRIPTOR.fields if f.number < 30]

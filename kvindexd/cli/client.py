@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 import grpc
 import typer
 
-from kvindexd.cli.output import fail
+from kvindexd.cli.output import fail, progress
 from kvindexd.v1 import index_pb2_grpc
 
 DEFAULT_SERVER = "127.0.0.1:50051"
@@ -37,22 +37,37 @@ class Client(NamedTuple):
     admin: Any
 
 
+_OPTIONS = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    # A server that vanished without a word is noticed while a stream is silent.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+)
+
+
+@contextmanager
+def channel(server: str) -> Iterator[Client]:
+    """Open a channel to `server`; its RpcErrors are the caller's."""
+    with grpc.insecure_channel(server, options=list(_OPTIONS)) as made:
+        yield Client(index_pb2_grpc.KVIndexStub(made), index_pb2_grpc.KVIndexAdminStub(made))
+
+
 @contextmanager
 def connect(server: str) -> Iterator[Client]:
-    """Open a channel to `server`; any RpcError inside ends the command with status 1."""
-    options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
-    with grpc.insecure_channel(server, options=options) as channel:
+    """Open a channel to `server`, for calls whose answers are waited for; any RpcError inside ends
+    the command with status 1."""
+    with channel(server) as client:
         try:
-            yield Client(
-                index_pb2_grpc.KVIndexStub(channel), index_pb2_grpc.KVIndexAdminStub(channel)
-            )
+            with progress(f"asking kvindexd at {server}"):
+                yield client
         except grpc.RpcError as error:
             fail(explain(server, error))
 
 
 def explain(server: str, error: grpc.RpcError) -> str:
     """One line for people: what went wrong with the call and, where it is plain, what to do."""
-    code, text = _status(error)
+    code, text = status(error)
     details = " ".join(text.split())
     if code is grpc.StatusCode.UNAVAILABLE and _no_connection(details):
         return (
@@ -66,11 +81,18 @@ def explain(server: str, error: grpc.RpcError) -> str:
     return f"{details or error} ({code.name})"
 
 
-def _status(error: Any) -> tuple[grpc.StatusCode, str]:
+def status(error: Any) -> tuple[grpc.StatusCode, str]:
+    """Code and details of a failed call."""
     # What the library raises is an RpcError and a Call at once, which no type says.
     if not hasattr(error, "code"):
         return grpc.StatusCode.UNKNOWN, ""
     return error.code(), error.details() or ""
+
+
+def unreachable(error: grpc.RpcError) -> bool:
+    """Whether nobody answers at the address at all."""
+    code, details = status(error)
+    return code is grpc.StatusCode.UNAVAILABLE and _no_connection(details)
 
 
 def _no_connection(details: str) -> bool:

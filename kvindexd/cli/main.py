@@ -8,10 +8,20 @@ from typing import Annotated
 import typer
 
 from kvindexd._version import __version__
-from kvindexd.cli import audit, bench, blocks, config_commands, layout, prompts, serve, workers
+from kvindexd.cli import (
+    audit,
+    bench,
+    blocks,
+    config_commands,
+    layout,
+    prompts,
+    serve,
+    tail,
+    workers,
+)
 
 # Each module offers `register(app)`; a new command is added here, and nowhere else.
-COMMANDS = (serve, workers, prompts, blocks, layout, audit, bench, config_commands)
+COMMANDS = (serve, workers, prompts, blocks, tail, layout, audit, bench, config_commands)
 
 app = typer.Typer(
     name="kvindexd",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -11,6 +14,7 @@ import typer
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -24,6 +28,8 @@ ConfigOption = Annotated[
 
 # A pipe has no width of its own; this one keeps rows on a line.
 _PIPE_WIDTH = 240
+_PATIENCE = 1.0
+"""Seconds after which a wait is shown."""
 _STATE_STYLES = {
     "LIVE": "green",
     "SYNCING": "yellow",
@@ -56,6 +62,35 @@ def console() -> Console:
     return Console(width=width, markup=False, highlight=False, emoji=False)
 
 
+@contextlib.contextmanager
+def progress(what: str) -> Iterator[Callable[[float, float | None], None]]:
+    """A bar on standard error for what lasts over a second; nothing where that is no terminal.
+
+    Yields `advance(done, total)`, which may be called or not; total None = not known.
+    """
+    screen = Console(stderr=True, markup=False, highlight=False)
+    if not screen.is_terminal:
+        yield lambda _done, _total: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    bar = Progress(*columns, TimeElapsedColumn(), console=screen, transient=True)
+    task = bar.add_task(what, total=None)
+    timer = threading.Timer(_PATIENCE, bar.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+    finally:
+        timer.cancel()
+        timer.join()
+        bar.stop()
+
+
+def note(message: str) -> None:
+    """Print one line on standard error: what is going on, not a result."""
+    typer.echo(message, err=True)
+
+
 def table(columns: str, *, right: str = "") -> Table:
     """An empty table; `columns` and `right` (those aligned to the right) are split at commas."""
     aligned = {name.strip() for name in right.split(",")}
@@ -70,10 +105,24 @@ def state_text(name: str) -> Text:
     return Text(name, _STATE_STYLES.get(name, ""))
 
 
-def print_json(value: object) -> None:
-    """Print plain data, or a message by `plain`, as indented JSON."""
+def print_json(value: object, *, line: bool = False) -> None:
+    """Print plain data, or a message by `plain`, as indented JSON; with `line` on one line."""
     data = plain(value) if isinstance(value, Message) else value
-    typer.echo(json.dumps(data, indent=2, ensure_ascii=False))
+    typer.echo(json.dumps(data, indent=None if line else 2, ensure_ascii=False))
+
+
+def ago(milliseconds: float) -> str:
+    """An age for people: 0.4 s, 12.0 s, 3 min, 2 h, 5 d."""
+    seconds = milliseconds / 1000
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+def worker_name(namespace: str, worker_id: str) -> str:
+    """A worker id as tables show it: with its namespace where that is not the default one."""
+    return f"{namespace}/{worker_id}" if namespace else worker_id
 
 
 def hex64(value: int) -> str:

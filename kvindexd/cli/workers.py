@@ -14,7 +14,16 @@ from kvindexd.cli.client import (
     connect,
 )
 from kvindexd.cli.options import LabelOption, RoleName, parse_labels
-from kvindexd.cli.output import JsonOption, console, plain, print_json, state_text, table
+from kvindexd.cli.output import (
+    JsonOption,
+    ago,
+    console,
+    plain,
+    print_json,
+    state_text,
+    table,
+    worker_name,
+)
 from kvindexd.v1 import index_pb2 as pb
 
 WorkerArgument = Annotated[str, typer.Argument(metavar="WORKER", help="Worker id.")]
@@ -100,6 +109,9 @@ def add(
     hidden_groups: Annotated[
         bool, typer.Option("--hidden-groups", help="Some groups publish nothing.")
     ] = False,
+    instance: Annotated[
+        str, typer.Option(help="Names the process at the address; another one = a new cache.")
+    ] = "",
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
@@ -127,6 +139,7 @@ def add(
         chunk_size=chunk_size,
         reports_reuse=reports_reuse,
         hidden_groups=hidden_groups,
+        instance=instance,
     )
     with connect(server) as client:
         answer = client.admin.RegisterWorker(
@@ -201,7 +214,7 @@ def _overview(workers: Any) -> Any:
     )
     for w in workers:
         shown.add_row(
-            f"{w.namespace}/{w.worker_id}" if w.namespace else w.worker_id,
+            worker_name(w.namespace, w.worker_id),
             str(w.dp_rank),
             state_text(pb.WorkerState.Name(w.state)),
             w.model,
@@ -209,19 +222,11 @@ def _overview(workers: Any) -> Any:
             f"{sum(w.blocks.values()):,}",
             str(w.epoch),
             str(w.last_seq),
-            f"{_ago(w.last_event_ms_ago)} ago" if w.last_seq >= 0 else "-",
+            f"{ago(w.last_event_ms_ago)} ago" if w.last_seq >= 0 else "-",
             str(w.counters.get("gaps", 0)),
             w.detail,
         )
     return shown
-
-
-def _ago(milliseconds: int) -> str:
-    seconds = milliseconds / 1000
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.1f} s"
 
 
 def _print_worker(worker: pb.Worker, as_json: bool) -> None:

@@ -41,8 +41,8 @@ class WorkerView(Generic[R]):
     kept until then. `column` and `plane_map` (the rank's plane id -> the table's) belong to the
     scope's table. `epoch`, `revision`, `last_seq` and `last_ts` (engine clock, seconds; 0 before
     any batch) are of the last batch that queries can see. `judged` is its state as of a second ago
-    or less, which saves queries deriving it. `lag_ms`: from the engine's clock to visible, of the last batch;
-    -1 = none yet. Times are of time.monotonic().
+    or less, which saves queries deriving it. `lag_ms`: from the engine's clock to visible, of the
+    last batch; -1 = none yet. Times are of time.monotonic().
     """
 
     __slots__ = (

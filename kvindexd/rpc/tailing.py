@@ -113,4 +113,9 @@ def _decide(
             return "parked", "its parent is not known; it waits for it"
     elif group is None and event.group_idx is not None:
         return "dropped", f"nothing was ever stored in group {event.group_idx}"
+    else:
+        blocks = state.holdings.blocks
+        unknown = sum(h not in blocks and h not in earlier for h in event.hashes)
+        if unknown:
+            return str(treated), f"{unknown} of these hashes were never stored"
     return str(treated), ""
