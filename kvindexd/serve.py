@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Literal
 from urllib.parse import quote, urlsplit, urlunsplit
@@ -20,16 +21,15 @@ from kvindexd import registration as registrations
 from kvindexd._version import __version__
 from kvindexd.config import Config, parse_listen
 from kvindexd.following import follow
+from kvindexd.gauges import Gauges, observe_store
 from kvindexd.ingest.engine_metrics import EngineMetrics, MetricsSettings
 from kvindexd.ingest.session import IngestSettings
 from kvindexd.ingest.supervisor import Supervisor
-from kvindexd.model import WorkerKey
 from kvindexd.processes import Part, Processes, orphaned, part_config, private_address
 from kvindexd.rank_state import Options
 from kvindexd.records import decode_records
 from kvindexd.registration import Registration
 from kvindexd.replica.replica import Replica
-from kvindexd.rpc.codec import TIER_NAMES
 from kvindexd.rpc.picking import Picking
 from kvindexd.rpc.server import RpcServer
 from kvindexd.serving import Serving
@@ -40,7 +40,6 @@ from kvindexd.telemetry import Metrics, MetricsServer
 log = structlog.get_logger(__name__)
 
 Role = Literal["serve", "sidecar", "scorer"]
-_GAUGE_INTERVAL = 2.0
 _ATTEMPTS = 5
 """How many timeouts of the store one operation may outlast, with all its retries."""
 
@@ -151,15 +150,10 @@ class Daemon:
                 deadline=_ATTEMPTS * redis.timeout,
             )
             self._store_url = url
-            store = Store(url, options, self._observe_store)
+            store = Store(url, options, partial(observe_store, self._metrics))
             stack.push_async_callback(store.close)
             await store.open()
             yield store
-
-    def _observe_store(self, op: str, seconds: float, error: str) -> None:
-        self._metrics.redis_latency_seconds.labels(op).observe(seconds)
-        if error:
-            self._metrics.redis_errors_total.labels(op).inc()
 
     async def _register_configured(self, store: Store) -> None:
         for worker in self._config.workers:
@@ -215,9 +209,10 @@ class Daemon:
         replica: Replica[Registration] | None,
         supervisor: Supervisor | None,
     ) -> Iterable[tuple[str, Coroutine[None, None, None]]]:
+        not_ready = partial(self._not_ready, replica)
+        yield "gauges", Gauges(self._metrics, store, replica, supervisor, not_ready).run()
         if replica is not None:
             yield "replica", replica.run()
-            yield "gauges", self._gauges(replica)
         if self._part is not None:
             yield "main process", orphaned(self._stopping)
         if self._picking is not None:
@@ -234,25 +229,11 @@ class Daemon:
             else:
                 supervisor.set_all(w.registration() for w in self._config.workers)
 
-    async def _gauges(self, replica: Replica[Registration]) -> None:
-        """Per-rank gauges, as this process sees the fleet."""
-        known: set[WorkerKey] = set()
-        while True:
-            seen = set()
-            for view in replica.workers():
-                seen.add(view.key)
-                name = str(view.key)
-                self._metrics.set_worker_state(name, view.judge(time.monotonic()).state)
-                blocks = view.tier_blocks()
-                for tier, tier_name in enumerate(TIER_NAMES):
-                    self._metrics.blocks.labels(name, tier_name).set(
-                        next((n for t, n in blocks.items() if t == tier), 0)
-                    )
-            for key in known - seen:
-                self._metrics.forget_worker(str(key))
-            known = seen
-            self._metrics.replica_revision_lag.set(replica.lag or 0)
-            await asyncio.sleep(_GAUGE_INTERVAL)
+    def _not_ready(self, replica: Replica[Registration] | None) -> str:
+        """Why queries should not be sent here, "" when they may."""
+        if self._stopping.is_set():
+            return "stopping"
+        return replica.not_ready() if replica is not None else ""
 
     @asynccontextmanager
     async def _metrics_server(self, replica: Replica[Registration] | None) -> AsyncIterator[None]:
@@ -260,13 +241,8 @@ class Daemon:
             yield
             return
         host, port = parse_listen(self._config.metrics.listen)
-
-        def ready() -> str:
-            if self._stopping.is_set():
-                return "stopping"
-            return replica.not_ready() if replica is not None else ""
-
-        server = MetricsServer(self._metrics.registry, ready, host, port)
+        not_ready = partial(self._not_ready, replica)
+        server = MetricsServer(self._metrics.registry, not_ready, host, port)
         bound_host, bound_port = await server.start()
         self._bound["metrics"] = f"{bound_host}:{bound_port}"
         try:

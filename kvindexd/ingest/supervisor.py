@@ -39,6 +39,11 @@ class Supervisor:
         found = self._ranks.get(key)
         return found[0] if found is not None else None
 
+    @property
+    def owned(self) -> int:
+        """Ranks whose lease this process holds."""
+        return sum(rank.session is not None for rank, _ in self._ranks.values())
+
     def registrations(self) -> list[Registration]:
         """The ranks that are to be followed."""
         return list(self._wanted.values())

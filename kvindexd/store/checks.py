@@ -35,6 +35,12 @@ def identity_of(info: dict[str, str]) -> Identity:
     )
 
 
+async def memory(client: Client, slot: int) -> tuple[int, int]:
+    """(bytes used, maxmemory; 0 = no limit) of the server of a slot. Raises StoreError."""
+    info = parse_info((await client.call("info", slot, "INFO", "memory")).decode(errors="replace"))
+    return int(info.get("used_memory", 0)), int(info.get("maxmemory", 0))
+
+
 async def identify(client: Client, slot: int) -> Identity:
     """Ask the server of a slot who it is. Raises StoreError."""
     reply = await client.call("info", slot, "INFO")

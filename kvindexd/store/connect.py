@@ -54,7 +54,8 @@ class Client:
         self.url = url
         self.limits = limits or Limits()
         self._observe = observe or (lambda op, seconds, error: None)
-        self._connector = Connector(url, connect_timeout=self.limits.connect_timeout)
+        timeout = self.limits.connect_timeout
+        self._connector = Connector(url, connect_timeout=timeout, observe=self._observe)
         self._topology = topology_for(url, self._connector, self.limits.connect_timeout)
         self._pools: dict[Endpoint, Pool] = {}
         self._unavailable = False

@@ -4,6 +4,7 @@ are out, and never used again after a command that was not answered in full."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -64,8 +65,17 @@ def pack(*args: str | bytes | int | float) -> bytes:
 class Connector:
     """Opens connections with one URL's credentials and TLS settings."""
 
-    def __init__(self, url: StoreURL, *, connect_timeout: float, name: str = "kvindexd") -> None:
+    def __init__(
+        self,
+        url: StoreURL,
+        *,
+        connect_timeout: float,
+        name: str = "kvindexd",
+        observe: Callable[[str, float, str], None] = lambda op, seconds, error: None,
+    ) -> None:
+        """`observe`: told of each attempt, as operation "connect"; see connect.Observer."""
         self._timeout = connect_timeout
+        self._observe = observe
         self._auth: dict[str, Any] = {"username": url.username, "password": url.password}
         self._db = url.db
         self._common: dict[str, Any] = {"client_name": name, "protocol": 2, "socket_timeout": None}
@@ -84,12 +94,16 @@ class Connector:
             make = Connection if self._tls is None else SSLConnection
             kwargs |= {"host": endpoint.host, "port": endpoint.port, **(self._tls or {})}
         conn: Any = make(**kwargs)
+        start, error = time.perf_counter(), ""
         try:
             async with asyncio.timeout(self._timeout):
                 await conn.connect()
-        except BaseException:
+        except BaseException as e:
+            error = "cancelled" if isinstance(e, asyncio.CancelledError) else type(e).__name__
             await conn.disconnect(nowait=True)
             raise
+        finally:
+            self._observe("connect", time.perf_counter() - start, error)
         return Link(conn, endpoint, generation)
 
 
