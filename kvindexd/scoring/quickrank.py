@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from kvindexd.fleet import Chosen, Member
-from kvindexd.scoring.cost import IDLE, miss_blocks
+from kvindexd.scoring.cost import IDLE, blocks_of, ceiling, miss_blocks
 from kvindexd.scoring.pick import DIGITS, Policy
 from kvindexd.scoring.picker import Picker, block_keys, block_size
 from kvindexd.scoring.query import Query
@@ -35,12 +35,18 @@ def quick_rank(
     members = chosen.members
     idle = not (picker.picked or picker.ledger.workers())
     known: dict[tuple[int, int], float] = {}
+    prices: dict[int, _Price] = {}
     costs = []
     for m, s, kind in zip(members, scored, chosen.kinds, strict=True):
         cost = known.get((id(s), kind))
         if cost is None:
-            cost = _cost(picker, query, m, s, overlap)
-            cost = known[id(s), kind] = round(cost, DIGITS) if idle else cost
+            price = prices.get(kind)
+            if price is None:
+                price = prices[kind] = _Price(picker, query, m, overlap)
+            cost = price(s)
+            if idle and not cost.is_integer():
+                cost = round(cost, DIGITS)
+            known[id(s), kind] = cost
         costs.append(cost)
     if not idle:
         return _with_load(picker, query, members, scored, costs, now)
@@ -77,11 +83,32 @@ def _with_load(
     ]
 
 
-def _cost(picker: Picker, query: Query, m: Member, s: Scored, overlap: float | None) -> float:
-    weights = picker.policy.weights
-    weight = weights.of(m.registration.role) if overlap is None else overlap
-    size = block_size(m, s)
-    return weight * miss_blocks(s, m.candidate.geometry, query.tokens, size, weights).weighted
+class _Price:
+    """What missing blocks cost on workers of one kind: `cost.miss_blocks`, with what is the same
+    for all of them computed once."""
+
+    __slots__ = ("_ceiling", "_member", "_size", "_tokens", "_total", "_weight", "_weights")
+
+    def __init__(self, picker: Picker, query: Query, m: Member, overlap: float | None) -> None:
+        self._weights = picker.policy.weights
+        self._weight = self._weights.of(m.registration.role) if overlap is None else overlap
+        self._member, self._tokens = m, query.tokens
+        shape = m.candidate.geometry
+        self._size = shape.block_size
+        self._total = blocks_of(query.tokens, self._size) if self._size else 0
+        self._ceiling = ceiling(shape, query.tokens) if self._size else 0
+
+    def __call__(self, s: Scored) -> float:
+        """The missing blocks of one score, times their weight."""
+        size = self._size
+        plain = size and s.block_size == size and not (s.host or s.storage)
+        if plain and s.reusable < self._ceiling:  # it lacks something, and holds on one tier
+            return self._weight * max(0.0, self._total - s.device / size)
+        m = self._member
+        missing = miss_blocks(
+            s, m.candidate.geometry, self._tokens, block_size(m, s), self._weights
+        )
+        return self._weight * missing.weighted
 
 
 def _prefer_sharing(

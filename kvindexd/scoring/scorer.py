@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -220,18 +221,15 @@ def _score_simple(
     if words is None:
         return [blank] * len(columns)
     cap = max(0, tokens - (2 if shape.pairs else 1)) // spec.block_size
-    size = spec.block_size
-    made: dict[int, Scored] = {}
-    out = []
-    for depth in leading_run(words, columns).tolist():
-        found = made.get(depth)
-        if found is None:
-            reusable = min(depth, cap) * size
-            found = made[depth] = Scored(
-                depth * size, reusable, reusable, 0, 0, size, blank.upper_bound
-            )
-        out.append(found)
-    return out
+    size, bound = spec.block_size, blank.upper_bound
+    return [_run(depth, cap, size, bound) for depth in leading_run(words, columns).tolist()]
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _run(depth: int, cap: int, size: int, upper_bound: bool) -> Scored:
+    """`depth` leading blocks on the device, of which at most `cap` are of use."""
+    reusable = min(depth, cap) * size
+    return Scored(depth * size, reusable, reusable, 0, 0, size, upper_bound)
 
 
 def leading_run(words: Words, columns: Sequence[int] | Columns) -> Columns:
