@@ -106,7 +106,12 @@ def test_file_from_the_environment_and_flag_over_it(tmp_path: Path) -> None:
 def test_every_key_has_an_environment_variable() -> None:
     samples = {bool: "true", int: "2048", float: "2.5"}
     parts = dict.fromkeys(("host_weight", "storage_weight", "drift_threshold"), "0.5")
-    parts |= {"admin_listen": "127.0.0.1:1", "client_ca_file": "", "allow_networks": "[]"}
+    parts |= {
+        "endpoint": "http://h",
+        "admin_listen": "127.0.0.1:1",
+        "client_ca_file": "",
+        "allow_networks": "[]",
+    }
     pair = {"cert_file": "KVINDEXD_TLS__KEY_FILE", "key_file": "KVINDEXD_TLS__CERT_FILE"}
     for name, section in SECTIONS.items():
         for key, value in msgspec.structs.asdict(section()).items():
