@@ -18,6 +18,7 @@ from urllib.parse import quote, urlsplit, urlunsplit
 import structlog
 
 from kvindexd import registration as registrations
+from kvindexd import tracing
 from kvindexd._version import __version__
 from kvindexd.config import Config, parse_listen
 from kvindexd.following import follow
@@ -63,6 +64,8 @@ class Daemon:
         """Serve until told to stop. Raises StoreError or OSError when it cannot start."""
         self._catch_signals()
         async with AsyncExitStack() as stack:
+            spans = self._metrics.count_spans
+            await stack.enter_async_context(tracing.running(self._config.tracing, spans))
             store = await stack.enter_async_context(self._open_store())
             await self._register_configured(store)
             replica: Replica[Registration] | None = None

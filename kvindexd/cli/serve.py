@@ -98,6 +98,9 @@ def run(config: Config, role: Role, part: Part | None = None) -> int:
         # is what would hold the loop up.
         gc.set_threshold(50_000, 20, 100)
         uvloop.run(_main(config, role, part))
+    except ConfigError as error:
+        typer.echo(f"kvindexd {role}: {error}", err=True)
+        return 2
     except (StoreError, InvalidRegistration, OSError) as error:
         typer.echo(f"kvindexd {role}: {error}", err=True)
         return 1

@@ -6,11 +6,12 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import grpc
 import structlog
 
+from kvindexd import tracing
 from kvindexd.fleet import NO_FILTER, Chosen, Filter, Member, Scope, select
 from kvindexd.registration import RoleName
 from kvindexd.rpc import codec, lines
@@ -56,6 +57,13 @@ class Observer(Protocol):
     def scored(self, code: str, seconds: float, matched_ratio: float | None) -> None:
         """One scoring call ended."""
         ...
+
+
+class _Answer(NamedTuple):
+    """`reusable`: tokens, of the worker that holds most."""
+
+    packed: lines.Packed
+    reusable: int
 
 
 class IndexService(index_pb2_grpc.KVIndexServicer):
@@ -178,20 +186,32 @@ class IndexService(index_pb2_grpc.KVIndexServicer):
         chosen = scope.usual
         if wanted != NO_FILTER:
             chosen = Chosen(select(scope.members, wanted))
-        for unit in chosen.units:
-            await query.hash(unit)
+        with tracing.span("hash"):
+            for unit in chosen.units:
+                await query.hash(unit)
         return scope, query, chosen
 
     async def _score(self, request: pb.ScoreWorkersRequest) -> lines.Packed:
         scope, query, chosen = await self._candidates(request)
+        with tracing.span("score") as span:
+            answer = self._scored(request, scope, query, chosen)
+            if span is not None:
+                span.set(asked_for(request, query, len(chosen.members)))
+                span.set({"kvindexd.reusable_tokens": answer.reusable})
+            return answer.packed
+
+    def _scored(
+        self, request: pb.ScoreWorkersRequest, scope: Scope, query: Query, chosen: Chosen
+    ) -> _Answer:
         options, members = request.options, chosen.members
-        scored = score(
-            scope.table,
-            query,
-            chosen.panel,
-            device_only=options.device_only,
-            explain=options.explain,
-        )
+        with tracing.span("match"):
+            scored = score(
+                scope.table,
+                query,
+                chosen.panel,
+                device_only=options.device_only,
+                explain=options.explain,
+            )
         now = time.monotonic()
         scored = self._picker.with_predictions(query, members, scored, now)
         overlap = _overlap(request)
@@ -211,10 +231,11 @@ class IndexService(index_pb2_grpc.KVIndexServicer):
             index_revision=self._fleet.revision(),
         )
         best = max([s.reusable for s in scored], default=0)
-        return lines.Packed(
+        packed = lines.Packed(
             lines.answer(order, members, scored, rest),
             best / query.tokens if query.tokens else None,
         )
+        return _Answer(packed, best)
 
     def _rank(
         self,
@@ -263,6 +284,18 @@ class IndexService(index_pb2_grpc.KVIndexServicer):
             if yes and held[i] == MISSING:
                 held[i] = PREDICTED
         return bytes(held)
+
+
+def asked_for(
+    request: pb.ScoreWorkersRequest, query: Query, candidates: int
+) -> dict[str, tracing.Value]:
+    """What a span says of a prompt: how long it is, never what is in it."""
+    return {
+        "gen_ai.request.model": request.prompt.model,
+        "kvindexd.namespace": request.prompt.namespace,
+        "kvindexd.prompt_tokens": query.tokens,
+        "kvindexd.candidates": candidates,
+    }
 
 
 def line(choice: Choice) -> pb.WorkerScore:

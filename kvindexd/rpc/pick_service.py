@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+from kvindexd import tracing
 from kvindexd.fleet import Filter, Member, select
 from kvindexd.model import WorkerKey
 from kvindexd.rpc.errors import RequestError, Unavailable
-from kvindexd.rpc.index_service import Context, IndexService, Observer, line, refuse
+from kvindexd.rpc.index_service import Context, IndexService, Observer, asked_for, line, refuse
 from kvindexd.scoring.outcomes import Outcome
 from kvindexd.scoring.pair import pairs
 from kvindexd.scoring.picker import Choice
@@ -95,7 +96,11 @@ class PickService(IndexService):
 
     async def pick(self, request: pb.PickWorkerRequest) -> pb.PickWorkerResponse:
         """PickWorker without a connection, for other front ends. Raises RequestError."""
-        taken = await self.choose(request)
+        with tracing.span("pick") as span:
+            taken = await self.choose(request)
+            if span is not None:
+                span.set(asked_for(request.score, taken.query, len(taken.ranked)))
+                span.set(outcome_of(taken))
         ranked = taken.ranked
         rest = ranked[1 : request.score.options.top_k or len(ranked)]
         return pb.PickWorkerResponse(
@@ -116,14 +121,17 @@ class PickService(IndexService):
             raise Unavailable(_nobody(scope.members, asked))
         # From here to `take` nothing waits: the next pick sees this one.
         options = asked.options
-        scored = score(
-            scope.table,
-            query,
-            [m.candidate for m in able],
-            device_only=options.device_only,
-            explain=options.explain,
-        )
-        return self._take(request_id, query, self._rank(asked, query, able, scored), lease)
+        with tracing.span("score"):
+            with tracing.span("match"):
+                scored = score(
+                    scope.table,
+                    query,
+                    [m.candidate for m in able],
+                    device_only=options.device_only,
+                    explain=options.explain,
+                )
+            ranked = self._rank(asked, query, able, scored)
+        return self._take(request_id, query, ranked, lease)
 
     def choose_by_load(self, request: pb.PickWorkerRequest, tokens: int) -> Taken:
         """`choose` without looking at the prompt, of which only the length is known or guessed;
@@ -229,6 +237,19 @@ class PickService(IndexService):
                 for pair in found[: request.top_k or len(found)]
             ]
         )
+
+
+def outcome_of(taken: Taken) -> dict[str, tracing.Value]:
+    """What a span says of a pick."""
+    first = taken.ranked[0]
+    return {
+        "kvindexd.request_id": taken.request_id,
+        "kvindexd.worker": first.member.key.worker_id,
+        "kvindexd.dp_rank": first.member.key.dp_rank,
+        "kvindexd.matched_tokens": first.scored.matched,
+        "kvindexd.reusable_tokens": first.scored.reusable,
+        "kvindexd.predicted_tokens": first.scored.predicted,
+    }
 
 
 def _request_id(given: str) -> str:

@@ -11,7 +11,9 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvindexd import tracing
 from kvindexd.rpc.index_service import IndexService
+from kvindexd.rpc.traced import TracedCalls
 from kvindexd.v1 import index_pb2 as pb
 from kvindexd.v1 import index_pb2_grpc
 
@@ -84,7 +86,10 @@ class RpcServer:
         self._listen = listen
         self._grace = grace_seconds
         self._private = private
-        self._server = grpc.aio.server(options=options(max_message_bytes, reuse_port))
+        self._server = grpc.aio.server(
+            interceptors=[TracedCalls()] if tracing.on() else [],
+            options=options(max_message_bytes, reuse_port),
+        )
         self._health = _Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(

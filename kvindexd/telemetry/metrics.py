@@ -251,6 +251,11 @@ class Metrics:
         self.ext_proc_requests_total = self._counter(
             "ext_proc_requests", "Requests through Envoy's external processor", ("outcome",)
         )
+        self.spans_total = self._counter(
+            "spans",
+            "Spans of traces: recorded, exported or failed; the rest waits, or was dropped",
+            ("outcome",),
+        )
         self.ext_proc_served_total = self._counter(
             "ext_proc_served",
             "Requests by who served them: the picked worker, a fallback, or another",
@@ -266,6 +271,10 @@ class Metrics:
             "event_loop_lag_seconds", "By how much a timer of the event loop is late", _LOOP_SECONDS
         )
         ProcessCollector(registry=self.registry)
+
+    def count_spans(self, outcome: str, count: int) -> None:
+        """Count spans of traces; from any thread."""
+        self.spans_total.labels(outcome).inc(count)
 
     def event(self, worker: str, type: str, count: int = 1) -> None:
         """Count decoded events of a type; the 51st distinct type and later count as "other"."""

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 from urllib.parse import urlsplit
 
+from kvindexd import tracing
+
 Pipe = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 MAX_ANSWER = 64 * 1024 * 1024
 _IDLE = 8
@@ -28,25 +30,34 @@ class HttpClient:
         if parts.scheme != "http" or not parts.hostname:
             raise HttpError(f"{url!r}: expected http://host:port/path")
         where = (parts.hostname, parts.port or 80)
-        head = (
-            f"POST {parts.path or '/'} HTTP/1.1\r\nhost: {parts.netloc}\r\n"
-            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-        ).encode()
+        path = parts.path or "/"
+        with tracing.span(f"POST {path}", "client") as span:
+            if span is not None:
+                span.set({"http.request.method": "POST", "url.path": path})
+                span.set({"server.address": where[0], "server.port": where[1]})
+            status, answer = await self._ask(url, where, _head(path, parts.netloc, body) + body)
+            if span is not None:
+                span.set({"http.response.status_code": status})
+            if status != 200:
+                # What the answer says stays out: engines quote the prompt in it.
+                raise HttpError(f"{url}: status {status}; the engine's own log says why")
+        return answer
+
+    async def _ask(self, url: str, where: tuple[str, int], request: bytes) -> tuple[int, bytes]:
         try:
             while True:
                 pipe, kept = await self._connect(where)
                 try:
-                    status, answer = await self._exchange(where, pipe, head + body)
-                    break
+                    return await self._exchange(where, pipe, request)
                 except (OSError, asyncio.IncompleteReadError):
                     # The server may have closed a kept connection just now; a new one is asked.
                     if not kept:
                         raise
-        except (OSError, asyncio.IncompleteReadError, ValueError) as e:
+        except (OSError, asyncio.IncompleteReadError, HttpError) as e:
             raise HttpError(f"{url}: {e or type(e).__name__}") from None
-        if status != 200:
-            raise HttpError(f"{url}: status {status}: {answer[:200].decode('utf-8', 'replace')}")
-        return answer
+        except (ValueError, IndexError, asyncio.LimitOverrunError):
+            # Their texts quote the answer, which may quote the prompt.
+            raise HttpError(f"{url}: the answer is not HTTP/1.1") from None
 
     async def _connect(self, where: tuple[str, int]) -> tuple[Pipe, bool]:
         idle = self._idle.get(where)
@@ -88,16 +99,24 @@ class HttpClient:
         self._idle.clear()
 
 
+def _head(path: str, host: str, body: bytes) -> bytes:
+    more = "".join(f"{name}: {value}\r\n" for name, value in tracing.headers().items())
+    return (
+        f"POST {path} HTTP/1.1\r\nhost: {host}\r\n{more}"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    ).encode()
+
+
 async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> bytes:
     if headers.get("transfer-encoding", "").lower() != "chunked":
         if "content-length" not in headers:
-            raise ValueError("an answer without content-length")
+            raise HttpError("an answer without content-length")
         return await _read(reader, int(headers["content-length"]))
     parts, total = [], 0
     while size := int((await reader.readline()).partition(b";")[0], 16):
         total += size
         if total > MAX_ANSWER:
-            raise ValueError(f"an answer of more than {MAX_ANSWER} bytes")
+            raise HttpError(f"an answer of more than {MAX_ANSWER} bytes")
         parts.append(await _read(reader, size))
         await reader.readexactly(2)
     while (await reader.readline()).strip():
@@ -107,5 +126,5 @@ async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> bytes:
 
 async def _read(reader: asyncio.StreamReader, size: int) -> bytes:
     if size > MAX_ANSWER:
-        raise ValueError(f"an answer of {size} bytes; at most {MAX_ANSWER} are read")
+        raise HttpError(f"an answer of {size} bytes; at most {MAX_ANSWER} are read")
     return await reader.readexactly(size)

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import structlog
 import xxhash
 
+from kvindexd import tracing
 from kvindexd.tokens.bodies import Request
 from kvindexd.tokens.chat import Unsupported
 from kvindexd.tokens.engine import EngineTokenizer
@@ -125,12 +126,26 @@ class Tokens:
         ids = request.token_ids()
         if ids is not None:
             return ids
+        with tracing.span("tokens") as span:
+            ids, cached = await self._known_or_made(model, request)
+            if span is not None:
+                span.set(
+                    {
+                        "gen_ai.request.model": model,
+                        "kvindexd.prompt_tokens": len(ids) // 4,
+                        "kvindexd.cached": cached,
+                    }
+                )
+        return ids
+
+    async def _known_or_made(self, model: str, request: Request) -> tuple[bytes, bool]:
+        """(ids, whether they were known)."""
         state = self._state(model)
         key = _key(model, request)
         known = self._cache.get(key)
         if known is not None:
             self._cache.move_to_end(key)
-            return known
+            return known, True
         task = self._running.get(key)
         if task is None:
             if time.monotonic() < state.retry_at:
@@ -140,7 +155,7 @@ class Tokens:
             task = asyncio.create_task(self._tokenize(model, state, key, request))
             self._running[key] = task
             task.add_done_callback(lambda done: self._done(key, done))
-        return await asyncio.shield(task)
+        return await asyncio.shield(task), False
 
     def _state(self, model: str) -> _State:
         if not model and len(self._states) == 1:
