@@ -105,7 +105,7 @@ def test_file_from_the_environment_and_flag_over_it(tmp_path: Path) -> None:
 
 def test_every_key_has_an_environment_variable() -> None:
     samples = {bool: "true", int: "2048", float: "2.5"}
-    parts = dict.fromkeys(("host_weight", "storage_weight", "drift_threshold"), "0.5")
+    parts = dict.fromkeys(("host_weight", "storage_weight", "drift_threshold", "ratio"), "0.5")
     parts |= {
         "endpoint": "http://h",
         "admin_listen": "127.0.0.1:1",
