@@ -139,6 +139,11 @@ class IndexService(index_pb2_grpc.KVIndexServicer):
         """Score one prompt and say block by block why."""
         return await self._answered(context, lambda: self._explain(request))
 
+    async def explain(self, request: pb.ScoreWorkersRequest) -> pb.ExplainResponse:
+        """Explain without a connection, for other front ends. Raises RequestError."""
+        with self._admission.enter():
+            return await self._explain(request)
+
     # -- the work -----------------------------------------------------------------------------
 
     async def _answered(self, context: Context, work: Callable[[], Awaitable[T]]) -> T:

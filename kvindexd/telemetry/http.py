@@ -1,24 +1,79 @@
-"""The small HTTP server of the metrics port: /metrics, /healthz and /readyz."""
+"""The small HTTP server of the metrics port: /metrics, /healthz, /readyz, and pages of others."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import NamedTuple, Protocol
 
+import structlog
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
+
+log = structlog.get_logger(__name__)
 
 _STATUS = {
     200: "OK",
     400: "Bad Request",
+    403: "Forbidden",
     404: "Not Found",
     405: "Method Not Allowed",
+    411: "Length Required",
+    413: "Content Too Large",
+    415: "Unsupported Media Type",
+    429: "Too Many Requests",
+    500: "Internal Server Error",
     503: "Service Unavailable",
+    504: "Gateway Timeout",
 }
-_TEXT = "text/plain; charset=utf-8"
+TEXT = "text/plain; charset=utf-8"
 _REQUEST_TIMEOUT = 10.0
 _MAX_HEAD = 16_384
+
+
+class Request(NamedTuple):
+    """One request. `path` without `query`, both as sent; names in `headers` are lower case."""
+
+    method: str
+    path: str
+    query: str
+    headers: Mapping[str, str]
+    body: bytes = b""
+
+
+class Response(NamedTuple):
+    """What to answer. `kind`: the Content-Type; `headers`: further ones."""
+
+    status: int
+    kind: str
+    body: bytes
+    headers: Mapping[str, str] = {}
+
+
+class Pages(Protocol):
+    """Further paths on the metrics port."""
+
+    def max_body(self, path: str) -> int:
+        """Bytes that may be posted to a path; 0 = only GET and HEAD."""
+        ...
+
+    async def answer(self, request: Request) -> Response | None:
+        """The answer, None for a path of somebody else. HEAD comes here as GET."""
+        ...
+
+
+class _Refused(Exception):
+    """A request that is not read any further."""
+
+    def __init__(self, response: Response) -> None:
+        super().__init__(response.status)
+        self.response = response
+
+
+def text(status: int, words: str, **headers: str) -> Response:
+    """A line of text as a response."""
+    return Response(status, TEXT, f"{words}\n".encode(), headers)
 
 
 class MetricsServer:
@@ -33,10 +88,12 @@ class MetricsServer:
         ready: Callable[[], str],
         host: str = "127.0.0.1",
         port: int = 9400,
+        pages: Pages | None = None,
     ) -> None:
         self._registry = registry
         self._ready = ready
         self._host, self._port = host, port
+        self._pages = pages
         self._server: asyncio.Server | None = None
 
     async def start(self) -> tuple[str, int]:
@@ -63,11 +120,8 @@ class MetricsServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(_REQUEST_TIMEOUT):
-                head = await reader.readuntil(b"\r\n\r\n")
-                writer.write(await self._respond(head.decode("latin-1")))
+                writer.write(await self._exchange(reader))
                 await writer.drain()
-        except asyncio.LimitOverrunError:
-            writer.write(_http(400, _TEXT, b"request head too long\n"))
         except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
@@ -75,41 +129,71 @@ class MetricsServer:
             with suppress(ConnectionError, TimeoutError):
                 await writer.wait_closed()
 
-    async def _respond(self, head: str) -> bytes:
-        lines = head.split("\r\n")
-        words = lines[0].split(" ")
-        if len(words) != 3:
-            return _http(400, _TEXT, b"not an HTTP request\n")
-        method, path = words[0], words[1].split("?")[0]
-        if method not in ("GET", "HEAD"):
-            return _http(405, _TEXT, b"only GET and HEAD\n")
-        status, kind, body = await self._page(path, _header(lines[1:], "accept"))
-        return _http(status, kind, body, with_body=method == "GET")
+    async def _exchange(self, reader: asyncio.StreamReader) -> bytes:
+        """Read one request; its response in wire form."""
+        with_body = True
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+            request = _parse(head.decode("latin-1"))
+            if request.method == "HEAD":
+                request, with_body = request._replace(method="GET"), False
+            elif request.method != "GET":
+                request = request._replace(body=await self._body(request, reader))
+            response = await self._page(request)
+        except asyncio.LimitOverrunError:
+            response = text(400, "request head too long")
+        except _Refused as refused:
+            response = refused.response
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise
+        except Exception as error:
+            log.exception("page_failed", error=repr(error))
+            response = text(500, "a fault of kvindexd; its log says more")
+        return _wire(response, with_body)
 
-    async def _page(self, path: str, accept: str) -> tuple[int, str, bytes]:
+    async def _body(self, request: Request, reader: asyncio.StreamReader) -> bytes:
+        limit = self._pages.max_body(request.path) if self._pages is not None else 0
+        if request.method != "POST" or not limit:
+            allowed = "GET, HEAD, POST" if limit else "GET, HEAD"
+            raise _Refused(text(405, f"only {allowed}", Allow=allowed))
+        length = request.headers.get("content-length", "")
+        if not length.isdecimal():
+            raise _Refused(text(411, "a Content-Length is needed"))
+        if int(length) > limit:
+            raise _Refused(text(413, f"{length} bytes; at most {limit}"))
+        return await reader.readexactly(int(length))
+
+    async def _page(self, request: Request) -> Response:
+        path = request.path
         if path == "/metrics":
-            encode, kind = choose_encoder(accept)
+            encode, kind = choose_encoder(request.headers.get("accept", ""))
             # Rendering thousands of series takes milliseconds that scoring should not wait for.
-            return 200, kind, await asyncio.to_thread(encode, self._registry)
+            return Response(200, kind, await asyncio.to_thread(encode, self._registry))
         if path == "/healthz":
-            return 200, _TEXT, b"ok\n"
+            return text(200, "ok")
         if path == "/readyz":
             why = self._ready()
-            return (503, _TEXT, f"{why}\n".encode()) if why else (200, _TEXT, b"ready\n")
-        return 404, _TEXT, b"see /metrics, /healthz and /readyz\n"
+            return text(503, why) if why else text(200, "ready")
+        found = await self._pages.answer(request) if self._pages is not None else None
+        return found or text(404, "see /metrics, /healthz and /readyz")
 
 
-def _header(lines: list[str], name: str) -> str:
-    for line in lines:
-        key, _, value = line.partition(":")
-        if key.strip().lower() == name:
-            return value.strip()
-    return ""
+def _parse(head: str) -> Request:
+    first, *lines = head.split("\r\n")
+    words = first.split(" ")
+    if len(words) != 3 or not words[2].startswith("HTTP/1."):
+        raise _Refused(text(400, "not an HTTP request"))
+    path, _, query = words[1].partition("?")
+    pairs = (line.partition(":") for line in lines if line)
+    headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
+    return Request(words[0], path, query, headers)
 
 
-def _http(status: int, kind: str, body: bytes, *, with_body: bool = True) -> bytes:
+def _wire(response: Response, with_body: bool) -> bytes:
     head = (
-        f"HTTP/1.1 {status} {_STATUS[status]}\r\nContent-Type: {kind}\r\n"
-        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        f"HTTP/1.1 {response.status} {_STATUS[response.status]}\r\n"
+        f"Content-Type: {response.kind}\r\nContent-Length: {len(response.body)}\r\n"
+        + "".join(f"{name}: {value}\r\n" for name, value in response.headers.items())
+        + "Connection: close\r\n\r\n"
     )
-    return head.encode() + (body if with_body else b"")
+    return head.encode("latin-1") + (response.body if with_body else b"")
