@@ -11,7 +11,6 @@ import grpc
 from kvindexd import tracing
 
 Context = grpc.aio.ServicerContext[Any, Any]
-Handler = grpc.RpcMethodHandler[Any, Any]
 
 _OURS = "/kvindexd."
 _NUMBERS = {code.name: int(code.value[0]) for code in grpc.StatusCode}
@@ -51,9 +50,11 @@ class TracedCalls(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        continuation: Callable[
+            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]
+        ],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler | None:
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """The handler, with a span around it."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
