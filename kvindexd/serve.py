@@ -8,7 +8,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -30,13 +30,15 @@ from kvindexd.processes import Part, Processes, orphaned, part_config, private_a
 from kvindexd.rank_state import Options
 from kvindexd.records import decode_records
 from kvindexd.registration import Registration
+from kvindexd.reloading import Part as ReloadPart
+from kvindexd.reloading import Reloads
 from kvindexd.replica.replica import Replica
 from kvindexd.rpc.picking import Picking
 from kvindexd.rpc.server import RpcServer
 from kvindexd.serving import Serving
 from kvindexd.store import NotRegistered, Store, StoreOptions
 from kvindexd.store.embedded import EmbeddedServer
-from kvindexd.telemetry import Metrics, MetricsServer
+from kvindexd.telemetry import Metrics, MetricsServer, set_log_level
 
 log = structlog.get_logger(__name__)
 
@@ -48,13 +50,22 @@ _ATTEMPTS = 5
 class Daemon:
     """Everything that one process runs. `run` returns after SIGTERM or SIGINT."""
 
-    def __init__(self, config: Config, role: Role = "serve", part: Part | None = None) -> None:
-        """`part`: this is a further process of another one, see kvindexd.processes."""
+    def __init__(
+        self,
+        config: Config,
+        role: Role = "serve",
+        part: Part | None = None,
+        load: Callable[[], Config] | None = None,
+    ) -> None:
+        """`part`: this is a further process of another one, see kvindexd.processes. `load`: reads
+        the configuration again at SIGHUP, raises ConfigError."""
         self._config = config
         self._role = role
         self._part = part
         self._store_url = ""
         self._metrics = Metrics()
+        self._reloads = Reloads(config, self._metrics, load)
+        self.on_reload(lambda c: set_log_level(c.log.level), "log.level")
         self._picking: Picking | None = None
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -94,12 +105,18 @@ class Daemon:
                     task.cancel()
         log.info("stopped")
 
+    def on_reload(self, part: ReloadPart, *keys: str) -> None:
+        """Have `part` called with the settings in force at every SIGHUP, `keys` being those that
+        it puts into force without a restart; see kvindexd.reloading."""
+        self._reloads.on_reload(part, *keys)
+
     # -- signals ------------------------------------------------------------------------------
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled)
+        self._reloads.catch_signal()
 
     def _signalled(self) -> None:
         """The first one asks for an orderly end, a second one not to wait for calls."""
@@ -213,6 +230,7 @@ class Daemon:
         supervisor: Supervisor | None,
     ) -> Iterable[tuple[str, Coroutine[None, None, None]]]:
         not_ready = partial(self._not_ready, replica)
+        yield "reloads", self._reloads.run()
         yield "gauges", Gauges(self._metrics, store, replica, supervisor, not_ready).run()
         if replica is not None:
             yield "replica", replica.run()

@@ -111,6 +111,7 @@ def test_every_key_has_an_environment_variable() -> None:
         "admin_listen": "127.0.0.1:1",
         "client_ca_file": "",
         "allow_networks": "[]",
+        "forget_after": "600",
     }
     pair = {"cert_file": "KVINDEXD_TLS__KEY_FILE", "key_file": "KVINDEXD_TLS__CERT_FILE"}
     for name, section in SECTIONS.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -73,18 +74,28 @@ def _command(role: Role):  # type: ignore[no-untyped-def]  # typer reads the inn
             "log.format": log_format,
             "log.level": log_level,
         }
+
+        def read() -> Config:
+            return load(config, flags=flags).config
+
         try:
-            settings = load(config, flags=flags)
+            settings = read()
         except ConfigError as e:
             typer.echo(f"kvindexd {role}: {e}", err=True)
             raise typer.Exit(2) from None
-        raise typer.Exit(run(settings.config, role))
+        raise typer.Exit(run(settings, role, load=read))
 
     return command
 
 
-def run(config: Config, role: Role, part: Part | None = None) -> int:
-    """Run the daemon until it is told to stop; the exit status. `part`: see kvindexd.processes."""
+def run(
+    config: Config,
+    role: Role,
+    part: Part | None = None,
+    load: Callable[[], Config] | None = None,
+) -> int:
+    """Run the daemon until it is told to stop; the exit status. `part`: see kvindexd.processes.
+    `load`: reads the configuration again."""
     configure_logging(config.log.format, config.log.level)
     if role != "serve" and not config.redis.url:
         typer.echo(
@@ -97,7 +108,7 @@ def run(config: Config, role: Role, part: Part | None = None) -> int:
         # Calls and batches leave no cycles to speak of; looking for them among millions of blocks
         # is what would hold the loop up.
         gc.set_threshold(50_000, 20, 100)
-        uvloop.run(_main(config, role, part))
+        uvloop.run(Daemon(config, role, part, load).run())
     except ConfigError as error:
         typer.echo(f"kvindexd {role}: {error}", err=True)
         return 2
@@ -105,7 +116,3 @@ def run(config: Config, role: Role, part: Part | None = None) -> int:
         typer.echo(f"kvindexd {role}: {error}", err=True)
         return 1
     return 0
-
-
-async def _main(config: Config, role: Role, part: Part | None) -> None:
-    await Daemon(config, role, part).run()

@@ -1,10 +1,11 @@
 """Settings: `load()` gives a `Settings`, whose `.config` is the `Config` to run by."""
 
-from kvindexd.config.load import Row, Settings, json_schema, load
+from kvindexd.config.load import Row, Settings, json_schema, load, read_workers
 from kvindexd.config.schema import (
     SECTIONS,
     Config,
     ConfigError,
+    DiscoveryConfig,
     ExtProcConfig,
     GroupsConfig,
     IndexConfig,
@@ -23,6 +24,7 @@ __all__ = [
     "SECTIONS",
     "Config",
     "ConfigError",
+    "DiscoveryConfig",
     "ExtProcConfig",
     "GroupsConfig",
     "IndexConfig",
@@ -39,4 +41,5 @@ __all__ = [
     "json_schema",
     "load",
     "parse_listen",
+    "read_workers",
 ]

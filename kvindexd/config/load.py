@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 
 import msgspec
 
+from kvindexd.config.discovering import check_discovery
 from kvindexd.config.protection import check_protection
 from kvindexd.config.schema import (
     SECTIONS,
@@ -202,8 +203,9 @@ def _convert(key: str, value: object, kind: Any, source: str, *, strict: bool) -
         value, strict = _from_json(key, value, source), True
     try:
         return msgspec.convert(value, kind, strict=strict)
-    except msgspec.ValidationError:
-        raise _wrong(key, value, source, _expected(kind)) from None
+    except msgspec.ValidationError as error:
+        inside = f" ({error})" if _is_nested(kind) else ""
+        raise _wrong(key, value, source, _expected(kind) + inside) from None
 
 
 def _from_json(key: str, text: str, source: str) -> object:
@@ -225,6 +227,12 @@ def _base(kind: Any) -> Any:
     return get_origin(_plain(kind)) or _plain(kind)
 
 
+def _is_nested(kind: Any) -> bool:
+    plain = _plain(kind)
+    parts = get_args(plain) or (plain,)
+    return any(isinstance(p, type) and issubclass(p, msgspec.Struct) for p in parts)
+
+
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
 
@@ -236,6 +244,8 @@ def _expected(kind: Any) -> str:
         return f"a table whose values are each {_expected(get_args(plain)[1])}"
     if get_origin(plain) is list:
         return f"a list, each of it {_expected(get_args(plain)[0])}"
+    if _is_nested(plain):
+        return "a table with " + ", ".join(plain.__struct_fields__)
     bounds = [_bounds(meta) for meta in getattr(kind, "__metadata__", ())]
     return " ".join([_WORDS[plain], *filter(None, bounds)])
 
@@ -269,17 +279,31 @@ def _check(settings: Settings) -> None:
     if endpoint and not endpoint.startswith(("http://", "https://")):
         source = settings.source("tracing.endpoint")
         raise _wrong("tracing.endpoint", endpoint, source, 'a URL like "http://collector:4317"')
+    _check_workers(config.workers, settings.source("workers"))
+    check_discovery(config.discovery, config.ingest.lease_ttl)
+
+
+def read_workers(content: object, source: str, bind_events: bool = False) -> list[WorkerConfig]:
+    """Workers as in `[[workers]]`, from tables; `source`: named in errors. Raises ConfigError."""
+    if not isinstance(content, list) or not all(isinstance(w, dict) for w in content):
+        raise _wrong("workers", content, source, "a list of tables")
+    workers = [_worker(i, w, source, bind_events) for i, w in enumerate(content)]
+    _check_workers(workers, source)
+    return workers
+
+
+def _check_workers(workers: Iterable[WorkerConfig], source: str) -> None:
     seen: dict[tuple[str, str, int], int] = {}
-    for i, worker in enumerate(config.workers):
+    for i, worker in enumerate(workers):
         try:
             worker.registration().check()
         except InvalidRegistration as error:
-            raise ConfigError(f"workers[{i}].{error} ({settings.source('workers')})") from None
+            raise ConfigError(f"workers[{i}].{error} ({source})") from None
         first = seen.setdefault((worker.namespace, worker.worker_id, worker.dp_rank), i)
         if first != i:
             raise ConfigError(
                 f"workers[{i}] has the worker_id {worker.worker_id!r} and dp_rank "
-                f"{worker.dp_rank} of workers[{first}]: give each rank one entry"
+                f"{worker.dp_rank} of workers[{first}] ({source}): give each rank one entry"
             )
 
 
@@ -329,7 +353,7 @@ def _shown(key: str, value: object) -> object:
 
 
 def _masked(value: object) -> object:
-    return mask_secrets(value) if isinstance(value, str) else value
+    return mask_secrets(value) if isinstance(value, str) else msgspec.to_builtins(value)
 
 
 def _default(field: msgspec.structs.FieldInfo) -> object:

@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from kvindexd.config.answering import ExtProcConfig, PickConfig, ServerConfig, TokensConfig
 from kvindexd.config.base import ConfigError, Section, parse_listen
+from kvindexd.config.discovering import DiscoveryConfig
 from kvindexd.config.observing import LogConfig, MetricsConfig, TracingConfig
 from kvindexd.config.protecting import AuthConfig, RegistrationConfig, TlsConfig
 from kvindexd.config.storing import IndexConfig, RedisConfig
@@ -19,6 +20,7 @@ __all__ = [
     "AuthConfig",
     "Config",
     "ConfigError",
+    "DiscoveryConfig",
     "EngineMetricsConfig",
     "ExtProcConfig",
     "GroupsConfig",
@@ -195,6 +197,7 @@ class Config(Section, frozen=True, kw_only=True):
     engine_metrics: EngineMetricsConfig = EngineMetricsConfig()
     groups: GroupsConfig = msgspec.field(default_factory=GroupsConfig)
     limits: LimitsConfig = LimitsConfig()
+    discovery: DiscoveryConfig = msgspec.field(default_factory=DiscoveryConfig)
     workers: Annotated[list[WorkerConfig], Meta(description="Workers registered at start")] = (
         msgspec.field(default_factory=list)
     )

@@ -1,7 +1,13 @@
 """Logs, metrics, and the small HTTP server that shows them. No secret and no token id passes."""
 
 from kvindexd.telemetry.http import MetricsServer
-from kvindexd.telemetry.logs import configure_logging, mask_secrets, redact
+from kvindexd.telemetry.logs import (
+    configure_logging,
+    mask_secrets,
+    name_request,
+    redact,
+    set_log_level,
+)
 from kvindexd.telemetry.metrics import WORKER_STATES, BoundedLabel, Metrics
 
 __all__ = [
@@ -11,5 +17,7 @@ __all__ = [
     "MetricsServer",
     "configure_logging",
     "mask_secrets",
+    "name_request",
     "redact",
+    "set_log_level",
 ]

@@ -19,6 +19,7 @@ _SECRET_KEY = re.compile(r"(^|_)(password|secret|authorization|credential)s?$", 
 _CONTENT_KEYS = frozenset(
     {"token_ids", "tokens", "lookahead_token_ids", "prompt", "text", "openai_body"}
 )
+_MAX_REQUEST_ID = 128
 _SCALARS = (type(None), bool, int, float)
 _WITHHELD_TYPES = (str, bytes, bytearray, list, tuple, dict)
 
@@ -26,6 +27,13 @@ _WITHHELD_TYPES = (str, bytes, bytearray, list, tuple, dict)
 def mask_secrets(text: str) -> str:
     """Replace passwords in URLs by `***`. Masks too much rather than too little."""
     return _QUERY_SECRET.sub(r"\1***", _USERINFO.sub(r"\1:***@", text))
+
+
+def name_request(request_id: str) -> None:
+    """Put a request's id on every line that this asyncio task and its children log from here on.
+    The id comes from a client: what cannot be one is left out, and a long one is cut."""
+    if request_id and request_id.isascii() and request_id.isprintable():
+        structlog.contextvars.bind_contextvars(request_id=request_id[:_MAX_REQUEST_ID])
 
 
 def redact(
@@ -66,6 +74,30 @@ def _encode_json(event: object, **_: object) -> str:
     return msgspec.json.encode(event).decode()
 
 
+class _Threshold:
+    """The least level shown; a processor, so that loggers made earlier follow a change as well."""
+
+    def __init__(self) -> None:
+        self.number = logging.INFO
+
+    def __call__(
+        self, _logger: object, method: str, event: MutableMapping[str, Any]
+    ) -> MutableMapping[str, Any]:
+        name = "ERROR" if method == "exception" else method.upper()
+        if logging.getLevelNamesMapping()[name] < self.number:
+            raise structlog.DropEvent
+        return event
+
+
+_threshold = _Threshold()
+
+
+def set_log_level(level: Literal["debug", "info", "warning", "error"]) -> None:
+    """Change the least level shown, of all loggers there are."""
+    _threshold.number = logging.getLevelNamesMapping()[level.upper()]
+    logging.getLogger().setLevel(_threshold.number)
+
+
 def configure_logging(
     format: Literal["json", "console"] = "json",
     level: Literal["debug", "info", "warning", "error"] = "info",
@@ -90,10 +122,9 @@ def configure_logging(
         last = structlog.dev.ConsoleRenderer(
             colors=out.isatty(), exception_formatter=structlog.dev.plain_traceback
         )
-    number = logging.getLevelNamesMapping()[level.upper()]
     structlog.configure(
-        processors=[*shared, last],
-        wrapper_class=structlog.make_filtering_bound_logger(number),
+        processors=[_threshold, *shared, last],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.NOTSET),
         logger_factory=structlog.WriteLoggerFactory(file=out),
         cache_logger_on_first_use=False,
     )
@@ -104,4 +135,5 @@ def configure_logging(
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, last],
         )
     )
-    logging.basicConfig(handlers=[handler], level=number, force=True)
+    logging.basicConfig(handlers=[handler], force=True)
+    set_log_level(level)

@@ -1,0 +1,1 @@
+"""Finds workers: sources say which there are, one reconciler registers and deregisters them."""
