@@ -18,6 +18,7 @@ from kvindexd.scoring.pair import pairs
 from kvindexd.scoring.picker import Choice
 from kvindexd.scoring.query import BlindQuery, Query
 from kvindexd.scoring.scorer import Scored, score
+from kvindexd.telemetry import name_request
 from kvindexd.v1 import index_pb2 as pb
 
 MAX_LEASE = 24 * 3600.0
@@ -75,6 +76,7 @@ class PickService(IndexService):
         self, request: pb.PickWorkerRequest, context: Context
     ) -> pb.PickWorkerResponse:
         """Score, choose, and count the request as the worker's load."""
+        name_request(request.request_id)
         return await self._answered(context, lambda: self.pick(request))
 
     async def CompleteRequest(

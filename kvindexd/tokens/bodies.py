@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from array import array
 from typing import Any, Literal
@@ -16,6 +17,7 @@ _PATHS: dict[str, Kind] = {
     "/v1/responses": "responses",
     "/v1/messages": "messages",
 }
+_NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 _NONE = msgspec.Raw(b"null")
 _CONTENT = {
     "completions": "prompt",
@@ -120,6 +122,12 @@ def parse(path: str, raw: bytes) -> Request:
 def text_request(text: str, model: str) -> Request:
     """A raw prompt, as a completions request would bring it."""
     return Request("completions", Body(model, msgspec.Raw(msgspec.json.encode(text))))
+
+
+def named(text: object) -> str:
+    """A name that a client sent, for a message; "unknown" where it may be anything else, such as
+    part of a prompt."""
+    return text if isinstance(text, str) and _NAME.fullmatch(text) else "unknown"
 
 
 def decode(raw: msgspec.Raw, name: str) -> Any:

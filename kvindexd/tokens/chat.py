@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvindexd.tokens.bodies import Body, Request, decode
+from kvindexd.tokens.bodies import Body, Request, decode, named
 
 
 class Unsupported(Exception):
@@ -69,7 +69,7 @@ def _responses(body: Body) -> list[dict[str, Any]]:
         return [*messages, {"role": "user", "content": given}]
     for item in _listed(body, "input"):
         if item.get("type", "message") != "message" or "role" not in item:
-            raise Unsupported(f"input holds an item of type {item.get('type')!r}")
+            raise Unsupported(f"input holds an item of type {named(item.get('type'))}")
         messages.append({"role": item["role"], "content": item.get("content")})
     return messages
 
@@ -109,7 +109,9 @@ def _part(part: Any) -> str:
     if isinstance(part, dict) and part.get("type") in _TEXT and isinstance(part.get("text"), str):
         return str(part["text"])
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    raise Unsupported(f"a message has a part of type {kind!r}, of which the tokens are not known")
+    raise Unsupported(
+        f"a message has a part of type {named(kind)}, of which the tokens are not known"
+    )
 
 
 def _call(call: Any) -> Any:

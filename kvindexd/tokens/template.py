@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -27,8 +28,12 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Refused(jinja2.TemplateError):
+    """The template's own `raise_exception`."""
+
+
 def _raise(message: str) -> NoReturn:
-    raise jinja2.exceptions.TemplateError(message)
+    raise _Refused(message)
 
 
 def _to_json(
@@ -67,6 +72,12 @@ class ChatTemplate:
         self._wants_parts = {
             name: _iterates_content(env.parse(text)) for name, text in sources.items()
         }
+        self._constants = {
+            node.value
+            for text in sources.values()
+            for node in env.parse(text).find_all(nodes.Const)
+            if isinstance(node.value, str)
+        }
         self._variables = dict(variables)
 
     def render(self, chat: Chat) -> str:
@@ -88,7 +99,16 @@ class ChatTemplate:
                 | chat.extra
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as e:
-            raise Unsupported(f"the chat template refuses the request: {e}") from None
+            raise Unsupported(f"the chat template refuses the request: {self._why(e)}") from None
+
+    def _why(self, error: Exception) -> str:
+        """What may be repeated of an error: what the template itself says, not what the request
+        brought into it."""
+        if isinstance(error, _Refused) and (text := str(error)) in self._constants:
+            return text
+        if isinstance(error, SecurityError):
+            return "it does what is unsafe"
+        return type(error).__name__.lstrip("_")
 
 
 def _joined(parts: list[dict[str, str]]) -> str:

@@ -8,12 +8,13 @@ from typing import NamedTuple, Protocol
 
 from google.protobuf import duration_pb2
 
+from kvindexd import tracing
 from kvindexd.fleet import names_of, normal
 from kvindexd.registration import Registration
 from kvindexd.rpc.budget import Admission
 from kvindexd.rpc.errors import NotFound, RequestError, TooLarge, Unavailable
 from kvindexd.rpc.ext_proc.usage import Usage
-from kvindexd.rpc.pick_service import PickService, Taken
+from kvindexd.rpc.pick_service import PickService, Taken, outcome_of
 from kvindexd.tokens import BadBody, NoTokens, Request, is_inference, parse
 from kvindexd.v1 import index_pb2 as pb
 
@@ -47,12 +48,13 @@ class Refused(Exception):
 
 class Decision(NamedTuple):
     """A pick. `endpoints`: host:port, the picked one first. `why`: what kept it from looking at
-    the prompt, "" where it did."""
+    the prompt, "" where it did. `late`: that was the time it took."""
 
     taken: Taken
     endpoints: list[str]
     headers: dict[str, str]
     why: str
+    late: bool = False
 
     def told(self) -> dict[str, str | int | float]:
         """How it was made, for the gateway's log; counts of tokens, never the tokens."""
@@ -107,14 +109,16 @@ class Chooser:
         if asked.subset is not None and not asked.subset:
             raise Refused(503, "no_endpoint", "the gateway's subset hint names no endpoint")
         try:
-            with self._admission.enter():
-                return await self._choose(asked)
+            with tracing.span("pick") as span, self._admission.enter():
+                decision = await self._choose(asked)
+                if span is not None:
+                    span.set(_traced(decision))
+                return decision
         except TooLarge as e:
             raise Refused(429, "overloaded", str(e)) from None
 
     async def _choose(self, asked: Asked) -> Decision:
-        why = asked.why
-        model = ""
+        why, model, late = asked.why, "", False
         if asked.method == "POST" and is_inference(asked.path) and not (why and not asked.body):
             try:
                 request = parse(asked.path, asked.body)
@@ -125,10 +129,11 @@ class Chooser:
                 if asked.whole:
                     raise Refused(400, "invalid_body", str(e)) from None
             except TimeoutError:
-                why = f"no answer within {self._budget * 1000:g} ms"
+                why, late = f"no answer within {self._budget * 1000:g} ms", True
             except NoTokens as e:
                 why = str(e)
-        return self._by_load(asked, model, why or "the request carries no prompt")
+        decision = self._by_load(asked, model, why or "the request carries no prompt")
+        return decision._replace(late=late)
 
     async def _by_cache(self, asked: Asked, request: Request) -> Decision:
         model, lora = self._tokens.base_of(request.model)
@@ -203,6 +208,18 @@ class Chooser:
             request.cached_tokens = min(usage.cached, total)
             request.prompt_tokens = total
         self._service.complete(request)
+
+
+def _traced(decision: Decision) -> dict[str, tracing.Value]:
+    first = decision.taken.ranked[0].member
+    return {
+        "gen_ai.request.model": first.registration.model,
+        "kvindexd.by": "load" if decision.why else "cache",
+        "kvindexd.budget_exceeded": decision.late,
+        "kvindexd.candidates": len(decision.taken.ranked),
+        "kvindexd.prompt_tokens": decision.taken.query.tokens,
+        **outcome_of(decision.taken),
+    }
 
 
 def endpoint_of(registration: Registration, subset: Sequence[str] | None) -> str:

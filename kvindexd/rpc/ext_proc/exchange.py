@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from kvindexd import tracing
 from kvindexd.extproc.v1 import ext_proc_pb2 as ep
 from kvindexd.rpc.ext_proc import messages
 from kvindexd.rpc.ext_proc.choosing import Asked, Chooser, Decision, Refused
 from kvindexd.rpc.ext_proc.usage import UsageReader
+from kvindexd.tokens.bodies import named
 
 _CONTINUE = ep.CommonResponse()
 _NO_BODY_MODES = {
@@ -60,6 +62,7 @@ class Exchange:
         self._partial = False
         self.over = False
         """The request has been refused: nothing more is to be said."""
+        self._traced: dict[str, tracing.Value] = {}
 
     @property
     def picked(self) -> bool:
@@ -93,8 +96,18 @@ class Exchange:
         except Refused as e:
             self._observer.refused(e)
             self.over = True
+            self._traced |= {"http.response.status_code": e.status, "kvindexd.refused": e.code}
             return [messages.refusal(e.status, e.code, str(e))]
         return []
+
+    def traced(self) -> dict[str, tracing.Value]:
+        """What a span says of the request: how it was answered, and what the engine reported."""
+        usage = self._usage.usage
+        known = {
+            "gen_ai.usage.input_tokens": usage.prompt,
+            "gen_ai.usage.cache_read.input_tokens": usage.cached,
+        }
+        return self._traced | {name: count for name, count in known.items() if count is not None}
 
     def end(self) -> None:
         """The stream is over, for whatever reason: release what was picked."""
@@ -177,7 +190,7 @@ class Exchange:
     async def _pick(self, why: str) -> tuple[ep.CommonResponse, Any]:
         encoding = self._headers.get("content-encoding", "identity")
         if self._body and not why and encoding != "identity":
-            why = f"the body is in content-encoding {encoding}"
+            why = f"the body is in content-encoding {named(encoding)}"
         asked = Asked(
             self._headers.get(":method", ""),
             self._headers.get(":path", ""),
@@ -204,12 +217,16 @@ class Exchange:
         self._usage = UsageReader(
             headers.get("content-type", ""), headers.get("content-encoding", "")
         )
-        self._failed = not headers.get(":status", "200").startswith("2")
+        status = headers.get(":status", "200")
+        self._failed = not status.startswith("2")
+        if status.isdecimal():
+            self._traced["http.response.status_code"] = int(status)
         endpoint = messages.served_endpoint(request)
         if endpoint and self._decision is not None:
             self._decision, how = self._chooser.served(self._decision, endpoint)
             self._elsewhere = how == "other"
             self._observer.served(how)
+            self._traced["kvindexd.served_by"] = how
         return [ep.ProcessingResponse(response_headers=ep.HeadersResponse(response=_CONTINUE))]
 
     def _response_body(self, body: ep.HttpBody) -> list[ep.ProcessingResponse]:

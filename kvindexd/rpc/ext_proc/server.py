@@ -11,12 +11,14 @@ import grpc
 import structlog
 from prometheus_client import Counter
 
+from kvindexd import tracing
 from kvindexd.extproc.v1 import ext_proc_pb2 as ep
+from kvindexd.rpc import traced
 from kvindexd.rpc.ext_proc.choosing import Chooser, Decision, Refused
 from kvindexd.rpc.ext_proc.exchange import Exchange
-from kvindexd.rpc.ext_proc.messages import SERVICE, refusal
+from kvindexd.rpc.ext_proc.messages import SERVICE, headers_of, refusal
 from kvindexd.rpc.server import RpcServer
-from kvindexd.telemetry import Metrics
+from kvindexd.telemetry import Metrics, name_request
 
 log = structlog.get_logger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -85,12 +87,16 @@ class ExtProcService:
         """Answer one stream; whatever ends it, what was picked is released."""
         exchange = Exchange(self._chooser, self._metrics, self._max_body)
         reading: asyncio.Future[Any] | None = None
+        span: tracing.LongSpan | None = None
+        code = "OK"
         try:
             while not exchange.over:
                 message = await (reading or context.read())
                 reading = None
                 if message is grpc.aio.EOF:
                     return
+                if message.HasField("request_headers"):
+                    span = span or _recognise(message.request_headers, context)
                 if _mode_unknown(message):
                     reading = asyncio.ensure_future(context.read())
                     await asyncio.wait((reading,), timeout=_LEARN_SECONDS)
@@ -101,9 +107,15 @@ class ExtProcService:
                     self._metrics.seconds.observe(time.perf_counter() - started)
                 for answer in answers:
                     await context.write(answer)
+        except asyncio.CancelledError:
+            code = "CANCELLED"
+            raise
         finally:
             if reading is not None:
                 reading.cancel()
+            if span is not None:
+                span.set(exchange.traced())
+                traced.end(span, code)
             exchange.end()
 
     async def _answer(
@@ -117,6 +129,19 @@ class ExtProcService:
             self._metrics.failed()
             exchange.over = True
             return [refusal(500, "internal", "the endpoint picker failed; its log says how")]
+
+
+def _recognise(message: ep.HttpHeaders, context: Context) -> tracing.LongSpan | None:
+    """Begin what is said of this request from here on: its id in log lines, and its span."""
+    headers = headers_of(message)
+    name_request(headers.get("x-request-id", ""))
+    if not tracing.on():
+        return None
+    # Envoy's metadata names the span of this very call where Envoy traces itself; the headers
+    # name the span of whoever sent the request to Envoy.
+    return traced.begin(
+        f"{SERVICE}/Process", headers | traced.carrier_of(context.invocation_metadata())
+    )
 
 
 def _mode_unknown(message: ep.ProcessingRequest) -> bool:
