@@ -17,11 +17,12 @@ from kvindexd.cli import (
     prompts,
     serve,
     tail,
+    top,
     workers,
 )
 
 # Each module offers `register(app)`; a new command is added here, and nowhere else.
-COMMANDS = (serve, workers, prompts, blocks, tail, layout, audit, bench, config_commands)
+COMMANDS = (serve, workers, prompts, blocks, tail, top, layout, audit, bench, config_commands)
 
 app = typer.Typer(
     name="kvindexd",

@@ -24,6 +24,7 @@ from kvindexd.cli.output import (
     table,
     worker_name,
 )
+from kvindexd.cli.worker_page import worker_tables
 from kvindexd.v1 import index_pb2 as pb
 
 WorkerArgument = Annotated[str, typer.Argument(metavar="WORKER", help="Worker id.")]
@@ -233,27 +234,8 @@ def _print_worker(worker: pb.Worker, as_json: bool) -> None:
     if as_json:
         print_json({"worker": plain(worker)})
         return
-    shown = table("FIELD, VALUE")
-    for name, value in plain(worker).items():
-        if name == "groups":
-            continue
-        if isinstance(value, dict):
-            value = ", ".join(f"{k}={v}" for k, v in value.items())
-        text = state_text(value) if name == "state" else str(value)
-        if value not in ("", [], 0, False) or name in ("dp_rank", "epoch", "revision", "last_seq"):
-            shown.add_row(name, text)
     out = console()
-    out.print(shown)
-    if worker.groups:
-        out.print()
-        out.print(_groups(worker))
-
-
-def _groups(worker: pb.Worker) -> Any:
-    right = "GROUP, BLOCK SIZE, WINDOW, STORES"
-    shown = table("GROUP, KIND, BLOCK SIZE, WINDOW, TREATED AS, STORES", right=right)
-    for g in worker.groups:
-        window = str(g.sliding_window or "-")
-        numbers = (str(g.block_size), window, g.treated_as, f"{g.stores:,}")
-        shown.add_row(str(g.idx), g.kind or "(not on the wire)", *numbers)
-    return shown
+    for i, part in enumerate(worker_tables(worker)):
+        if i:
+            out.print()
+        out.print(part)
