@@ -169,6 +169,7 @@ class Session:
             self._tasks = tasks
             tasks.create_task(self._receive(), name=f"receive {self._name}")
             tasks.create_task(self._consume(), name=f"consume {self._name}")
+            tasks.create_task(self.writer.run(), name=f"write {self._name}")
             tasks.create_task(self._beat(), name=f"heartbeat {self._name}")
             # Only a group whose body still waits takes back the cancellation with which it ends
             # the body when a task fails; else we would be taken for cancelled ever after.
@@ -203,7 +204,7 @@ class Session:
                 await self._inbox.put(delivery)
 
     async def _consume(self) -> None:
-        """Carries out everything that happens, in order, and writes it in bursts."""
+        """Carries out everything that happens, in order; the writer's task writes it in bursts."""
         while True:
             items = await self._next()
             now = time.time()
@@ -215,7 +216,8 @@ class Session:
                 await self._carry_out(self._sequencer.resync(now))
             if self._judge(self._subscriber.link, self, now)[0] != self._told:
                 self._changed.set()
-            await self.writer.persist()
+            self.writer.wake()
+            await asyncio.sleep(0)  # all of this may have gone without a pause
 
     async def _next(self) -> list[_Item]:
         wake = self._sequencer.wake_at
@@ -303,6 +305,8 @@ class Session:
         for action in actions:
             if isinstance(action, Apply):
                 await self.writer.apply(action.frame)
+                self.writer.wake()
+                await self.writer.room()
             elif isinstance(action, Restarted):
                 self._restarted(action)
             elif isinstance(action, Lost):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 import numpy as np
@@ -34,7 +34,9 @@ from kvindexd.wire import Batch, BatchError, decode_batch
 log = structlog.get_logger(__name__)
 
 BURST_RECORDS = 8192
-"""Records after which coalesced batches are written, so that one write stays short."""
+"""Records in one write at most (but for a larger batch), so that it stays short."""
+_ROOM = 2 * BURST_RECORDS
+"""Records on their way to the store, or waiting for it, beyond which nothing more is applied."""
 _SAVE_EVERY = 64
 """Batches after which the sequencer's history is saved anyway."""
 _YIELD_SECONDS = 0.004
@@ -52,8 +54,9 @@ class RankWriter:
     """Owns the residency of one rank under one lease.
 
     `apply` and `reset` change it in memory and queue what to write; `flush` writes everything
-    queued in one call. After any StoreError other than StoreUnavailable and StoreFull the writer
-    must be thrown away and the rank be loaded anew.
+    queued. One task applies while another writes (`run`): what is queued during a write makes up
+    the next one. After any StoreError other than StoreUnavailable and StoreFull the writer must be
+    thrown away and the rank be loaded anew.
     """
 
     def __init__(
@@ -75,12 +78,16 @@ class RankWriter:
         self.last_ts = 0.0
         self.claimed_rank: int | None = None
         """A rank other than the registered one that the engine's batches name, if they do."""
-        self._queue: list[BatchDelta] = []
-        self._records = 0
+        self._flight: list[BatchDelta] = []  # being written, or to be written again
+        self._queue: list[BatchDelta] = []  # behind them
+        self._records = 0  # in both
+        self._wanted, self._landed = asyncio.Event(), asyncio.Event()
+        self._whole = asyncio.Lock()  # held while a batch is applied: between, all is consistent
         self._residency_state = b""
         self._since_save = 0
         self._full = False
         self._applying = False
+        self._turn = 0.0  # when others last had theirs
         self._written = (lease.last_seq, lease.last_ts, lease.last_digest)
         self._events: Callable[[Frame, Batch], None] | None = None
 
@@ -121,6 +128,10 @@ class RankWriter:
             self._another_rank(batch.rank)
         if self._events is not None:
             self._events(frame, batch)
+        async with self._whole:
+            await self._apply_whole(frame, batch)
+
+    async def _apply_whole(self, frame: Frame, batch: Batch) -> None:
         self._applying = True
         try:
             await self._apply_batch(batch)
@@ -139,15 +150,12 @@ class RankWriter:
         self._applying = False
         self.last_ts = batch.ts
         self._take(frame.seq, batch.ts, frame.digest)
-        if self._records >= BURST_RECORDS:
-            await self.persist()
 
     async def _apply_batch(self, batch: Batch) -> None:
-        started = time.perf_counter()
         for _ in self.residency.apply_steps(batch, now=time.time()):
-            if time.perf_counter() - started > _YIELD_SECONDS:
+            if time.perf_counter() - self._turn > _YIELD_SECONDS:
                 await asyncio.sleep(0)
-                started = time.perf_counter()
+                self._turn = time.perf_counter()
 
     def _another_rank(self, claimed: int) -> None:
         """What a stream says belongs to the rank that it is registered as, whatever it claims."""
@@ -172,10 +180,7 @@ class RankWriter:
         delta.counters = self._counters.take()
         if delta.clear:
             # Nothing queued before a clear matters to anyone any more.
-            for dropped in self._queue:
-                self._counters.give_back(dropped.counters)
-            self._queue.clear()
-            self._records = 0
+            self._forget(self._queue)
         if delta.state is not None:
             self._residency_state = delta.state
         self._since_save += 1
@@ -184,7 +189,13 @@ class RankWriter:
             saved = SavedRank(self._residency_state, self._sequencer_state())
             delta.state = msgspec.msgpack.encode(saved)
         self._queue.append(delta)
-        self._records += len(delta.blocks) + len(delta.parked) + 1
+        self._records += _records((delta,))
+
+    def _forget(self, deltas: list[BatchDelta]) -> None:
+        for dropped in deltas:
+            self._counters.give_back(dropped.counters)
+        self._records -= _records(deltas)
+        deltas.clear()
 
     def save(self) -> None:
         """Queue where the sequence stands, as before a release."""
@@ -194,26 +205,63 @@ class RankWriter:
 
     # -- writing ------------------------------------------------------------------------------
 
+    async def run(self) -> None:
+        """Write whatever `wake` tells of, for ever. Raises as `persist` does."""
+        while True:
+            await self._wanted.wait()
+            self._wanted.clear()
+            await self.persist()
+
+    def wake(self) -> None:
+        """There may be something to write."""
+        self._wanted.set()
+
+    async def room(self) -> None:
+        """Wait until the store has taken enough of what was applied."""
+        while self._records > _ROOM:
+            self._landed.clear()
+            self.wake()
+            await self._landed.wait()
+
     async def flush(self) -> None:
-        """Write everything queued. Raises StoreUnavailable with the queue kept for a retry."""
+        """Write everything queued. Raises StoreUnavailable with it kept for a retry."""
         if self.residency.has_changes and not self._applying:
             self._take(-1, self.last_ts, 0)
-        while self._queue:
-            batch, count = list(self._queue), len(self._queue)
+        while self._flight or self._queue:
+            self._embark()
+            batch = list(self._flight)
             try:
                 await self._store.apply(self.lease, batch)
             except StoreFull as e:
-                del self._queue[: e.applied]
-                self._shed(str(e))
+                self._records -= _records(self._flight[: e.applied])
+                del self._flight[: e.applied]
+                async with self._whole:
+                    self._shed(str(e))
                 continue
-            del self._queue[:count]
+            self._records -= _records(batch)
+            self._flight.clear()
+            self._landed.set()
             for delta in batch:
                 if delta.seq >= 0 or delta.clear:
                     self._written = (delta.seq, delta.ts, delta.digest)
-            self._records = sum(len(d.blocks) + len(d.parked) + 1 for d in self._queue)
             if self._full:
                 self._full = False
                 log.info("store_has_room", worker=str(self.lease.key))
+
+    def _embark(self) -> None:
+        """What to write next: what could not be written before, else the head of the queue."""
+        if any(delta.clear for delta in self._queue):
+            self._forget(self._flight)  # it matters to nobody any more
+        if self._flight:
+            return
+        size = count = 0
+        for delta in self._queue:
+            size += _records((delta,))
+            if count and size > BURST_RECORDS:
+                break
+            count += 1
+        self._flight = self._queue[:count]
+        del self._queue[:count]
 
     async def persist(self) -> None:
         """Flush until the store takes it; one line when it goes away and one when it is back.
@@ -265,17 +313,16 @@ class RankWriter:
             self.lease = await self._store.acquire(key, lease.owner, lease.ttl_ms)
         except LeaseHeld as e:
             raise Fenced(str(key), e.owner) from e
-        seq, ts, digest = self._written
-        for delta in self._queue:
-            if delta.seq >= 0 or delta.clear:  # a clear begins before the first batch
-                seq, ts, digest = delta.seq, delta.ts, delta.digest
-        for delta in self._queue:
-            self._counters.give_back(delta.counters)
-        self._queue.clear()
-        self._records = 0
-        self.residency.rewrite()
-        self._since_save = _SAVE_EVERY
-        self._take(seq, ts, digest)
+        async with self._whole:
+            seq, ts, digest = self._written
+            for delta in (*self._flight, *self._queue):
+                if delta.seq >= 0 or delta.clear:  # a clear begins before the first batch
+                    seq, ts, digest = delta.seq, delta.ts, delta.digest
+            self._forget(self._flight)
+            self._forget(self._queue)
+            self.residency.rewrite()
+            self._since_save = _SAVE_EVERY
+            self._take(seq, ts, digest)
 
     def _shed(self, why: str) -> None:
         """The server is full: what could not be written is forgotten (under-report), and what
@@ -288,7 +335,9 @@ class RankWriter:
                 cost="new blocks are not indexed",
                 error=why,
             )
-        queue, last = list(self._queue), self._queue[-1]
+        queue = [*self._flight, *self._queue]
+        last = next((d for d in reversed(queue) if d.seq >= 0 or d.clear), queue[-1])
+        self._flight.clear()
         self._queue.clear()
         lost = self.residency.shed(queue)
         self._counters.add("dropped:store_full", lost)
@@ -308,7 +357,13 @@ class RankWriter:
                 tier_blocks=rest.tier_blocks,
             )
         )
+        self._records = _records(self._queue)
         self.residency.forget_saved()
+
+
+def _records(deltas: Iterable[BatchDelta]) -> int:
+    """What deltas cost the store, in records."""
+    return sum(len(d.blocks) + len(d.parked) + 1 for d in deltas)
 
 
 def _removals(mutations: bytes) -> bytes:
