@@ -77,7 +77,7 @@ def targets(results: dict[str, Any]) -> list[Row]:
             )
         )
     rows += _ingest_targets(results.get("ingest")) + _bootstrap_targets(results.get("bootstrap"))
-    return rows
+    return rows + _gateway_targets(results.get("gateway"))
 
 
 def _ingest_targets(ingest: dict[str, Any] | None) -> list[Row]:
@@ -118,6 +118,45 @@ def _bootstrap_targets(boot: dict[str, Any] | None) -> list[Row]:
     ]
 
 
+def _gateway_targets(gateway: dict[str, Any] | None) -> list[Row]:
+    rows = (gateway or {}).get("rows", [])
+    if not rows:
+        return []
+    wrong: dict[str, int] = {}
+    for row in rows:
+        lost = sum(row["errors"].values()) + row.get("without_pick", 0)
+        if lost:
+            wrong[f"{row['case']}, {row['way']}"] = lost
+    total = sum(row["requests"] for row in rows)
+    return [
+        (
+            "through Envoy: requests failed, or gone on without a pick",
+            "none",
+            f"{sum(wrong.values())} of {total}" + (f" ({_flat(wrong)})" if wrong else ""),
+            _verdict(not wrong),
+        )
+    ]
+
+
+def _gateway_section(gateway: dict[str, Any] | None) -> list[str]:
+    if not gateway:
+        return []
+    head = ["load", "way", "requests", "errors", "no pick", "by cache", "at the holder", "per s"]
+    head += ["p50 ms", "p99 ms", "added p50", "added p99", "first byte p50"]
+    head += ["kvindexd CPU us", "Envoy CPU us"]
+    out = ["## gateway: requests through a real Envoy", "", f"{_flat(gateway['setup'])}", ""]
+    out += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for r in gateway["rows"]:
+        by = r.get("by", {})
+        cells = [r["case"], r["way"], r["requests"], sum(r["errors"].values())]
+        cells += [r.get("without_pick", ""), by.get("cache", 0) if by else "", r["at_home"]]
+        cells += [r["per_second"], r["p50_ms"], r["p99_ms"], r.get("added_p50_ms", "")]
+        cells += [r.get("added_p99_ms", ""), r["first_byte_p50_ms"]]
+        cells += [r.get("picker_cpu_us", ""), r["envoy_cpu_us"]]
+        out.append(f"| {' | '.join(map(str, cells))} |")
+    return [*out, ""]
+
+
 def markdown(results: dict[str, Any]) -> str:
     """The whole run."""
     m = results["machine"]
@@ -136,6 +175,7 @@ def markdown(results: dict[str, Any]) -> str:
     for suite in ("queries", "busy"):
         if results.get(suite):
             lines += [f"## {suite}: microseconds per query", "", *_query_table(results[suite]), ""]
+    lines += _gateway_section(results.get("gateway"))
     for suite in ("ingest", "bootstrap", "trace", "inprocess"):
         found = results.get(suite)
         if found:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import bootstrap, ingest, inprocess, queries, report, trace
+from benchmarks import bootstrap, gateway, ingest, inprocess, queries, report, trace
 from benchmarks.measure import machine
 from benchmarks.queries import Case
 from benchmarks.sides import PEER_PACKAGE, Ours, Peer, Side, only_loopback, peer_python
@@ -27,7 +27,8 @@ from kvindexd._version import __version__
 
 _INSIDE = "KVINDEXD_BENCH_NAMESPACE"
 RESULTS = Path(__file__).parent / "results"
-SUITES = ("inprocess", "queries", "ingest", "bootstrap", "trace")
+SUITES = ("inprocess", "queries", "ingest", "bootstrap", "trace", "gateway")
+WITH_PEER = {"queries", "ingest", "busy"}
 
 
 def say(text: str) -> None:
@@ -85,6 +86,7 @@ def measure(args: argparse.Namespace, peer: str | None) -> dict[str, Any]:
         "trace": lambda: trace.run(quick=args.quick, say=say),
         "ingest": lambda: ingest.run(peer, quick=args.quick, say=say),
         "queries": lambda: queries.run(cases(args.quick), sides, quick=args.quick, say=say),
+        "gateway": lambda: gateway.run(quick=args.quick, say=say),
     }
     if not args.quick and not args.no_busy:
         suites["busy"] = lambda: queries.run_busy(sides, say=say)
@@ -117,7 +119,8 @@ def main() -> None:
     args = parser.parse_args()
     peer = os.environ.get("KVINDEXD_BENCH_PEER") or None
     if not os.environ.get(_INSIDE):
-        wanted = not args.no_peer and shutil.which("unshare") is not None
+        compared = not args.only or WITH_PEER.intersection(args.only)
+        wanted = compared and not args.no_peer and shutil.which("unshare") is not None
         peer = peer_python() if wanted else None
         if wanted and peer is None:
             say(f"the peer ({PEER_PACKAGE}) could not be installed: kvindexd is measured alone")

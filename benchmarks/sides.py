@@ -90,6 +90,7 @@ class Ours(Side):
             raise RuntimeError("kvindexd did not start:\n" + "".join(self._tail))
         self.ready_after = time.monotonic() - self.started
         self.target = str(self._ready.get("grpc", ""))
+        self.metrics = str(self._ready.get("metrics", ""))
         if self.target:
             self.channel = grpc.insecure_channel(self.target)
             self.admin: Any = rpc.KVIndexAdminStub(self.channel)
