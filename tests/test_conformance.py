@@ -14,7 +14,7 @@ from pure import write_fields
 
 from kvindexd.model import BatchDelta, Profile
 from kvindexd.residency import Options, Residency
-from kvindexd.testing.conformance import Capture, Probe, Result, Worker, run
+from kvindexd.testing.conformance import Capture, ProbeRecord, Result, Worker, run
 
 CAPTURES = Path(__file__).parent / "data" / "captures"
 NAMES = sorted(p.name for p in CAPTURES.iterdir() if (p / "frames.jsonl").exists())
@@ -50,12 +50,12 @@ def captures(*, exact: bool) -> list[str]:
 
 def answers(
     capture: Capture, workers: dict[str, Worker] | None = None
-) -> Iterator[tuple[Probe, int, int]]:
+) -> Iterator[tuple[ProbeRecord, int, int]]:
     """(probe, matched, reusable) of every probe."""
     workers = workers or capture.workers()
     for probe in capture.play(workers):
         query = capture.query(probe.prompt)
-        matched, reusable = workers[probe.worker].score(
+        matched, reusable = workers[probe.src].score(
             query, hybrid=True, device_only=probe.device_only
         )
         yield probe, matched, reusable

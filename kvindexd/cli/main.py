@@ -12,9 +12,12 @@ from kvindexd.cli import (
     audit,
     bench,
     blocks,
+    capture,
     config_commands,
+    conformance,
     layout,
     prompts,
+    replay,
     serve,
     tail,
     top,
@@ -22,7 +25,21 @@ from kvindexd.cli import (
 )
 
 # Each module offers `register(app)`; a new command is added here, and nowhere else.
-COMMANDS = (serve, workers, prompts, blocks, tail, top, layout, audit, bench, config_commands)
+COMMANDS = (
+    serve,
+    workers,
+    prompts,
+    blocks,
+    tail,
+    top,
+    layout,
+    audit,
+    capture,
+    replay,
+    conformance,
+    bench,
+    config_commands,
+)
 
 app = typer.Typer(
     name="kvindexd",

@@ -92,9 +92,14 @@ class Subscriber:
         settings: SubscriberSettings,
         context: zmq.Context[zmq.Socket[bytes]],
         clock: Callable[[], float] = time.time,
+        on_refused: Callable[[list[bytes]], None] | None = None,
     ) -> None:
-        """Raises TransportError for an endpoint that cannot be used."""
+        """`on_refused` is shown the parts of every message that is no numbered batch.
+
+        Raises TransportError for an endpoint that cannot be used.
+        """
         self._settings = settings
+        self._on_refused = on_refused
         self._endpoint = check_endpoint(settings.endpoint, bind=settings.bind)
         self._context = context
         self._clock = clock
@@ -210,6 +215,8 @@ class Subscriber:
                 "frame_refused", reason=error.reason, detail=str(error), sizes=[*map(len, parts)]
             )
         self.dropped[error.reason] += 1
+        if self._on_refused is not None:
+            self._on_refused(parts)
 
     def _out_of_step(self, parts: list[bytes]) -> bool:
         self._shifted = self._shifted + 1 if looks_shifted(parts) else 0

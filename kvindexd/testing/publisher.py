@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import zmq
 
@@ -45,13 +45,19 @@ class Publisher:
         topic: bytes,
         buffer_steps: int,
         connect: bool,
+        send_hwm: int = 100_000,
     ) -> None:
+        """`endpoint` and `replay_endpoint` may end with port 0 or `*`: `start` puts the real one.
+
+        `send_hwm`: messages that may wait for a slow subscriber before more are dropped, 0 = any.
+        """
         self.rank = rank
         self.endpoint = endpoint
         self.replay_endpoint = replay_endpoint
         self._topic = topic
         self._buffer_steps = buffer_steps
         self._connect = connect
+        self._send_hwm = send_hwm
         self._lock = threading.Lock()
         self._mode = "normal"
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -69,28 +75,34 @@ class Publisher:
 
     # -- life --------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Open the sockets. Raises OSError naming the endpoint when one cannot be bound."""
+    def start(self, buffered: Iterable[tuple[int, bytes, bytes]] = ()) -> None:
+        """Open the sockets. Raises OSError naming the endpoint when one cannot be bound.
+
+        `buffered`: (seq, topic, payload) of batches sent before anybody listened, for replay.
+        """
         if self._context is not None:
             return
         self._reset()
+        self._buffer.extend(buffered)
+        if self._buffer:
+            self.next_seq = self._buffer[-1][0] + 1
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         router: zmq.Socket[bytes] | None = None
         try:
             # To a subscriber an XPUB is a PUB; to us it tells who has subscribed.
             events = self._socket(context, zmq.XPUB)
             events.setsockopt(zmq.XPUB_VERBOSER, 1)
-            events.setsockopt(zmq.SNDHWM, 100_000)
+            events.setsockopt(zmq.SNDHWM, self._send_hwm)
             if self._connect:
                 events.connect(self.endpoint)
             else:
-                _bind(events, self.endpoint)
+                self.endpoint = _bind(events, self.endpoint)
             if self.replay_endpoint is not None:
                 router = self._socket(context, zmq.ROUTER)
                 # vLLM leaves the default of 1,000, beyond which a ROUTER drops replies silently,
                 # or does not, as the machine's load has it; here that is what `holes` is for.
                 router.setsockopt(zmq.SNDHWM, 0)
-                _bind(router, self.replay_endpoint)
+                self.replay_endpoint = _bind(router, self.replay_endpoint)
         except BaseException:
             context.destroy(linger=0)
             raise
@@ -103,17 +115,21 @@ class Publisher:
             self._thread.daemon = True
             self._thread.start()
 
-    def stop(self) -> None:
-        """Close everything; the addresses are free again when this returns."""
+    def stop(self, drain: float = 0.0) -> None:
+        """Close everything; the addresses are free again when this returns.
+
+        `drain`: seconds that subscribers have to take what was sent; else it is lost.
+        """
         with self._lock:
             context, self._context = self._context, None
             if context is None:
                 return
             self._stopping.set()
-            self._events.close(0)
+            linger = round(drain * 1000)
+            self._events.close(linger)
         if self._thread is not None:
             self._thread.join()
-        context.destroy(linger=0)
+        context.destroy(linger=linger)
 
     def _socket(self, context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
         socket = context.socket(kind)
@@ -248,13 +264,15 @@ class Publisher:
             router.send_multipart([*head, END_SEQ, b""])
 
 
-def _bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
-    """Bind, waiting for a predecessor on the same address to be gone."""
+def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
+    """Bind, waiting for a predecessor on the same address to be gone; the endpoint to name."""
     deadline = time.monotonic() + _BIND_PATIENCE
     while True:
         try:
             socket.bind(endpoint)
-            return
+            if endpoint.endswith((":0", ":*")):
+                return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            return endpoint
         except zmq.ZMQError as e:
             if e.errno != zmq.EADDRINUSE or time.monotonic() > deadline:
                 raise OSError(e.errno, f"cannot bind {endpoint}: {e.strerror}") from e

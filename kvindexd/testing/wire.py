@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import base64
-import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
+
+from kvindexd.capturing.folder import CapturedFrame, load_capture
+
+__all__ = ["END_SEQ", "CapturedFrame", "Event", "encode_batch", "load_capture"]
 
 Event = Mapping[str, Any]
 """One event as a map: `type` first, then the engine's own field names; hashes as int or bytes."""
@@ -77,42 +78,3 @@ def _as_sent(event: Event) -> Any:
     if "lora_name" in known and "lora_name" not in event:  # not vLLM's shape
         return event
     return struct(**{name: event[name] for name in fields})
-
-
-class CapturedFrame(NamedTuple):
-    """One recorded message. `src`: the publisher it came from; `seq_bytes`: as it was sent."""
-
-    line: int
-    src: str
-    topic: bytes
-    seq: int
-    seq_bytes: bytes
-    payload: bytes
-
-
-def load_capture(folder: str | Path, src: str | None = None) -> list[CapturedFrame]:
-    """The frames of `folder/frames.jsonl` in order, of one publisher if `src` is given.
-
-    Raises ValueError, naming the line, for a file in another format.
-    """
-    path = Path(folder) / "frames.jsonl"
-    frames = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                frames.append(_captured(json.loads(line)))
-            except (KeyError, TypeError, ValueError) as e:
-                raise ValueError(
-                    f"{path}:{number}: expected a JSON object with i, src, topic, seq, seq_hex "
-                    f"and a base64 payload ({e})"
-                ) from e
-    return [f for f in frames if src is None or f.src == src]
-
-
-def _captured(row: Mapping[str, Any]) -> CapturedFrame:
-    seq = int(row["seq"])
-    seq_bytes = bytes.fromhex(row["seq_hex"]) if "seq_hex" in row else seq.to_bytes(8, "big")
-    payload = base64.b64decode(row["payload"], validate=True)
-    return CapturedFrame(
-        int(row["i"]), str(row["src"]), str(row["topic"]).encode(), seq, seq_bytes, payload
-    )

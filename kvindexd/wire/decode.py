@@ -86,6 +86,10 @@ class _ClearedArray(msgspec.Struct, array_like=True, tag="AllBlocksCleared"):
     pass
 
 
+STORED_FIELDS = _StoredFields.__struct_fields__
+"""Fields of a stored event's array form, behind its tag."""
+REMOVED_FIELDS = _RemovedFields.__struct_fields__
+
 _AnyStored = _Stored | _StoredArray
 _AnyRemoved = _Removed | _RemovedArray
 
