@@ -54,7 +54,7 @@ class Otel:
             )
             self._provider.add_span_processor(_Counted(count))
             self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
-        except ValueError as e:
+        except Exception as e:  # each variable fails in its own way
             raise ConfigError(
                 f"tracing: {e}; check [tracing] and the OTEL_* environment variables"
             ) from None

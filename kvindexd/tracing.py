@@ -134,4 +134,6 @@ def _load(settings: TracingConfig, count: Callable[[str, int], None]) -> Backend
             f"tracing.enabled is set, but OpenTelemetry is not installed ({e}); run {_INSTALL}, "
             "or unset tracing.enabled"
         ) from None
+    except ValueError as e:  # OTEL_PROPAGATORS and the like are read on import
+        raise ConfigError(f"tracing: {e}; check the OTEL_* environment variables") from None
     return Otel(settings, count)
