@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 
 import structlog
 
 from kvindexd.ingest.supervisor import Supervisor
 from kvindexd.model import WorkerKey
+from kvindexd.registering import register
 from kvindexd.registration import Registration
 from kvindexd.replica.replica import Replica
 from kvindexd.store import Store, StoreError
@@ -47,7 +47,7 @@ async def _was_lost(store: Store, birth: str, gone: Sequence[Registration]) -> b
             if store.birth == birth:
                 return False
             for registration in gone:
-                await store.register(registration.key, registration.encode(), False, time.time())
+                await register(store, registration, restoring=True)
         except StoreError as e:
             log.warning("store_not_verified", error=str(e))
             await asyncio.sleep(1.0)

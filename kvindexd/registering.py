@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -40,6 +40,23 @@ class Registry(Protocol):
         instead_of: bytes | None = None,
     ) -> Registered:
         """Add or update a worker rank. Raises Changed."""
+        ...
+
+
+class LostRegistry(Registry, Protocol):
+    """A store that may have lost its data."""
+
+    @property
+    def birth(self) -> str:
+        """A name for the data."""
+        ...
+
+    async def verify(self) -> object:
+        """Look whose data it is."""
+        ...
+
+    async def leases(self) -> Mapping[WorkerKey, float]:
+        """The worker ranks that it knows of."""
         ...
 
 
@@ -90,6 +107,27 @@ def _judge(known: bytes, wanted: Registration, restoring: bool) -> Outcome:
     return Outcome.REPLACED if wanted.replaces_cache(old) else Outcome.UPDATED
 
 
+async def register_again(
+    store: LostRegistry, registration: Registration, birth: str, why: NotRegistered
+) -> str:
+    """Register a rank anew if the servers lost their data since `birth`, or its record; the birth.
+
+    Raises `why` where they did not: then the rank was deregistered on purpose.
+    """
+    await store.verify()
+    reason = "the store is empty"
+    if store.birth == birth:
+        # Deregistering takes it off the list too; who deletes keys does not know of the list.
+        if registration.key not in await store.leases():
+            raise why
+        reason = "its record was deleted behind our back"
+    outcome = await register(store, registration, restoring=True)
+    log.warning(
+        "registered_again", worker=str(registration.key), reason=reason, outcome=outcome.value
+    )
+    return store.birth
+
+
 class Sizes(NamedTuple):
     """Bounds on what registrations may bring."""
 
@@ -119,10 +157,10 @@ class Registrar:
         self._sizes = sizes or Sizes()
         self._refused = refused
 
-    async def register(self, wanted: Registration, others: int = 0) -> Outcome:
-        """Check and register. `others`: ranks registered so far without this one.
+    async def admit(self, wanted: Registration, others: int = 0) -> None:
+        """Check. `others`: ranks registered so far without this one.
 
-        Raises InvalidRegistration, Forbidden, TooManyWorkers, or what the store raises.
+        Raises InvalidRegistration, Forbidden or TooManyWorkers.
         """
         wanted.check()
         try:
@@ -142,6 +180,10 @@ class Registrar:
             self._refused("forbidden_endpoint")
             log.warning("registration_forbidden", worker=str(wanted.key), why=str(e))
             raise
+
+    async def register(self, wanted: Registration, others: int = 0) -> Outcome:
+        """Check as `admit` does, and register. Raises what that, and what the store raises."""
+        await self.admit(wanted, others)
         outcome = await register(self._store, wanted)
         if outcome is not Outcome.UNCHANGED:
             log.info(

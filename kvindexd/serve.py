@@ -21,6 +21,7 @@ from kvindexd import registration as registrations
 from kvindexd import tracing
 from kvindexd._version import __version__
 from kvindexd.config import Config, parse_listen
+from kvindexd.discovery.discovery import Discovery
 from kvindexd.following import follow
 from kvindexd.gauges import Gauges, observe_store
 from kvindexd.ingest.engine_metrics import EngineMetrics, MetricsSettings
@@ -29,14 +30,16 @@ from kvindexd.ingest.supervisor import Supervisor
 from kvindexd.processes import Part, Processes, orphaned, part_config, private_address
 from kvindexd.rank_state import Options
 from kvindexd.records import decode_records
-from kvindexd.registration import Registration
+from kvindexd.registration import InvalidRegistration, Registration
 from kvindexd.reloading import Part as ReloadPart
 from kvindexd.reloading import Reloads
 from kvindexd.replica.replica import Replica
 from kvindexd.rpc.picking import Picking
 from kvindexd.rpc.server import RpcServer
+from kvindexd.security.networks import Forbidden
+from kvindexd.security.protection import Protection
 from kvindexd.serving import Serving
-from kvindexd.store import NotRegistered, Store, StoreOptions
+from kvindexd.store import Store, StoreOptions
 from kvindexd.store.embedded import EmbeddedServer
 from kvindexd.telemetry import Metrics, MetricsServer, set_log_level
 
@@ -66,6 +69,7 @@ class Daemon:
         self._metrics = Metrics()
         self._reloads = Reloads(config, self._metrics, load)
         self.on_reload(lambda c: set_log_level(c.log.level), "log.level")
+        self._protection = Protection(config, self._metrics)
         self._picking: Picking | None = None
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -78,7 +82,6 @@ class Daemon:
             spans = self._metrics.count_spans
             await stack.enter_async_context(tracing.running(self._config.tracing, spans))
             store = await stack.enter_async_context(self._open_store())
-            await self._register_configured(store)
             replica: Replica[Registration] | None = None
             if self._role != "sidecar":
                 replica = self._replica(store)
@@ -86,6 +89,7 @@ class Daemon:
             supervisor: Supervisor | None = None
             if self._role != "scorer":
                 supervisor = Supervisor(store, self._ingest_settings(), self._metrics)
+            discovery = await self._discover(store, supervisor)
             await stack.enter_async_context(self._metrics_server(replica))
             private = ""
             if self._leads:
@@ -95,6 +99,8 @@ class Daemon:
                     tasks.create_task(work, name=name)
                     for name, work in self._background(store, replica, supervisor)
                 ]
+                if discovery is not None:
+                    background.append(tasks.create_task(discovery.run(), name="discovery"))
                 servers = await self._start_rpc(store, replica, supervisor, stack, private)
                 further = tasks.create_task(self._further(private), name="processes")
                 self._log_ready()
@@ -175,19 +181,22 @@ class Daemon:
             await store.open()
             yield store
 
-    async def _register_configured(self, store: Store) -> None:
+    async def _discover(self, store: Store, supervisor: Supervisor | None) -> Discovery | None:
+        """Registers the configured workers, and finds others from then on."""
+        if self._part is not None:
+            return None
+        registrar = self._protection.registrar(store)
         for worker in self._config.workers:
-            wanted = worker.registration()
-            wanted.check()
-            replaced = False
             try:
-                known = registrations.decode((await store.get_worker(wanted.key)).registration)
-                if known == wanted:
-                    continue
-                replaced = wanted.replaces_cache(known)
-            except NotRegistered:
-                pass
-            await store.register(wanted.key, wanted.encode(), replaced, time.time())
+                await registrar.admit(worker.registration())
+            except Forbidden as e:
+                raise InvalidRegistration(f"worker {worker.worker_id!r}: {e}") from None
+        found = Discovery(self._config, self._role, store, self._metrics, admit=registrar.admit)
+        if supervisor is not None and self._role == "sidecar":
+            found.on_change = lambda: supervisor.set_all(found.owned())
+        await found.start()
+        self.on_reload(found.reload, "workers", "discovery")
+        return found
 
     # -- the parts ----------------------------------------------------------------------------
 
@@ -247,8 +256,6 @@ class Daemon:
                 yield "engine-metrics", engines.run()
             if replica is not None:
                 yield "follow", follow(store, replica, supervisor)
-            else:
-                supervisor.set_all(w.registration() for w in self._config.workers)
 
     def _not_ready(self, replica: Replica[Registration] | None) -> str:
         """Why queries should not be sent here, "" when they may."""
@@ -263,7 +270,13 @@ class Daemon:
             return
         host, port = parse_listen(self._config.metrics.listen)
         not_ready = partial(self._not_ready, replica)
-        server = MetricsServer(self._metrics.registry, not_ready, host, port)
+        server = MetricsServer(
+            self._metrics.registry,
+            not_ready,
+            host,
+            port,
+            protected=self._protection.http("metrics"),
+        )
         bound_host, bound_port = await server.start()
         self._bound["metrics"] = f"{bound_host}:{bound_port}"
         try:
@@ -290,6 +303,7 @@ class Daemon:
             self._picking,
             supervisor,
             stopping,
+            self._protection,
             private=private,
             main=self._part.tail if self._part is not None else "",
         )

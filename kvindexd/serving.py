@@ -11,11 +11,13 @@ import grpc
 import structlog
 
 from kvindexd.config import Config
+from kvindexd.config.protecting import Listener
 from kvindexd.ingest.supervisor import Supervisor
 from kvindexd.model import WorkerKey
 from kvindexd.registration import Registration
 from kvindexd.replica.replica import Replica
 from kvindexd.rpc.admin_service import AdminService
+from kvindexd.rpc.budget import Admission, Shares
 from kvindexd.rpc.ext_proc.choosing import Chooser
 from kvindexd.rpc.ext_proc.server import (
     HEALTH_NAMES,
@@ -26,10 +28,12 @@ from kvindexd.rpc.ext_proc.server import (
 )
 from kvindexd.rpc.fleet_view import FleetView
 from kvindexd.rpc.forwarding import ForwardingAdmin
+from kvindexd.rpc.guard import Guard, Refusals
 from kvindexd.rpc.pick_service import PickService
 from kvindexd.rpc.picking import Picking
-from kvindexd.rpc.server import RpcServer, add_admin, add_index
+from kvindexd.rpc.server import ADMIN, INDEX, RpcServer, admin_handlers, index_handlers
 from kvindexd.rpc.tailing import Tail
+from kvindexd.security.protection import Protection
 from kvindexd.store import Store
 from kvindexd.telemetry import Metrics
 from kvindexd.tokens import Tokens, TokenSettings
@@ -52,6 +56,7 @@ class Serving:
         picking: Picking,
         supervisor: Supervisor | None,
         stopping: Callable[[], bool],
+        protection: Protection,
         *,
         private: str = "",
         main: str = "",
@@ -65,6 +70,9 @@ class Serving:
         self._picking = picking
         self._supervisor = supervisor
         self._stopping = stopping
+        self._protection = protection
+        self._refusals = Refusals(protection.auth_failed, protection.refused)
+        self._streams = Shares(config.limits.streams_per_client)
         self._private = private
         self._main = main
 
@@ -74,36 +82,69 @@ class Serving:
         """Listen; `bound` gets each server's address, `stack` what is to be closed at the end."""
         c = self._config
         fleet = FleetView(self._replica, hybrid=c.index.hybrid == "exact")
-        server = RpcServer(
-            c.server.listen,
-            c.server.max_message_bytes,
-            c.server.grace_seconds,
-            reuse_port=c.server.processes > 1,
-            private=self._private,
-        )
-        index = self._picking.service(fleet)
+        servers = self._servers()
+        index = self._picking.service(fleet, self._protection.refused)
         index.tokens = tokens = self._tokens(fleet)
         stack.push_async_callback(tokens.close)
         await tokens.start()
-        server.add(lambda s: add_index(s, index))
-        admin = self._admin(fleet, stack)
-        server.add(lambda s: add_admin(s, admin))
+        for server in servers.values():
+            server.add(INDEX, index_handlers(index))
+        admin = admin_handlers(self._admin(fleet, stack))
+        calls = Admission(c.limits.max_concurrent_calls)
+        servers.get("admin", servers["grpc"]).add(ADMIN, admin, calls)
         await self._first_load()
-        bound["grpc"] = await server.start()
-        servers = [server]
+        for name, server in servers.items():
+            bound[name] = await server.start()
+        picker: ExtProcServer | None = None
         if c.ext_proc.listen:
             picker = self._ext_proc(index, tokens)
-            servers.append(picker)
             bound["ext_proc"] = await picker.start()
             await picker.set_ready(True, HEALTH_NAMES)
-        await server.set_ready(True)
-        return servers
+        for server in servers.values():
+            await server.set_ready(True)
+        return [*servers.values(), *([picker] if picker is not None else ())]
+
+    def _servers(self) -> dict[str, RpcServer]:
+        """The servers of kvindexd's own services, by the names of their addresses: all services
+        on one, or administration, and scoring beside it, on one that gateways need not reach."""
+        c = self._config.server
+        if not c.admin_listen:
+            return {"grpc": self._server("server", "server.listen", c.listen, self._private)}
+        return {
+            "grpc": self._server("server", "server.listen", c.listen),
+            "admin": self._server("admin", "server.admin_listen", c.admin_listen, self._private),
+        }
+
+    def _server(self, name: Listener, setting: str, listen: str, private: str = "") -> RpcServer:
+        c = self._config.server
+        return RpcServer(
+            listen,
+            c.max_message_bytes,
+            c.grace_seconds,
+            reuse_port=c.processes > 1,
+            private=private,
+            guard=Guard(
+                self._protection.access,
+                self._refusals,
+                max_message_bytes=c.max_message_bytes,
+                streams=self._streams,
+            ),
+            credentials=self._credentials(name),
+            setting=setting,
+        )
+
+    def _credentials(self, name: Listener) -> grpc.ServerCredentials | None:
+        certificates = self._protection.certificates
+        if certificates is None or not certificates.speaks_tls(name):
+            return None
+        return certificates.grpc_credentials(name)
 
     def _admin(self, fleet: FleetView, stack: AsyncExitStack) -> AdminService:
         audit = self._picking.picker.drift.audit
+        registrar = self._protection.registrar(self._store)
         if not self._main:
-            return AdminService(self._store, fleet, self._tail, audit=audit)
-        admin = ForwardingAdmin(self._store, fleet, self._tail, audit=audit)
+            return AdminService(self._store, fleet, self._tail, registrar=registrar, audit=audit)
+        admin = ForwardingAdmin(self._store, fleet, self._tail, registrar=registrar, audit=audit)
         admin.main = grpc.aio.insecure_channel(self._main)
         stack.push_async_callback(admin.main.close)
         return admin
@@ -139,6 +180,8 @@ class Serving:
             largest,
             c.server.grace_seconds,
             reuse_port=c.server.processes > 1,
+            guard=Guard(self._protection.access, self._refusals),
+            credentials=self._credentials("ext_proc"),
         )
 
     async def _first_load(self) -> None:

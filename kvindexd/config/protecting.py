@@ -58,7 +58,9 @@ class AuthConfig(Section, frozen=True, kw_only=True):
     ] = "closed"
     metrics: Annotated[
         Literal["closed", "open"],
-        Meta(description="Whether the metrics port's pages need them; health pages never do"),
+        Meta(
+            description="Whether /metrics needs them too; other pages always do, health pages never"
+        ),
     ] = "open"
     insecure: Annotated[
         bool, Meta(description="Start although strangers could reach administration")

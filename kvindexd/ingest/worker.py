@@ -15,7 +15,7 @@ from kvindexd.ingest.counting import RankCounters
 from kvindexd.ingest.link import Link, LinkState
 from kvindexd.ingest.session import IngestSettings, Session
 from kvindexd.ingest.transport import TransportError
-from kvindexd.ingest.writer import register_again
+from kvindexd.registering import register_again
 from kvindexd.registration import Registration
 from kvindexd.store import Store
 from kvindexd.store.errors import (

@@ -15,6 +15,7 @@ from kvindexd.ingest.actions import SequencerState
 from kvindexd.ingest.counting import RankCounters
 from kvindexd.ingest.frame import Frame
 from kvindexd.model import MUTATION, REMOVE, BatchDelta, Profile
+from kvindexd.registering import register_again
 from kvindexd.registration import Registration
 from kvindexd.residency import Options, Residency
 from kvindexd.store import Store
@@ -369,25 +370,6 @@ def _records(deltas: Iterable[BatchDelta]) -> int:
 def _removals(mutations: bytes) -> bytes:
     rows = np.frombuffer(mutations, MUTATION)
     return bytes(rows[rows["op"] == REMOVE].tobytes())
-
-
-async def register_again(
-    store: Store, registration: Registration, birth: str, why: NotRegistered
-) -> str:
-    """Register a rank anew if the servers lost their data since `birth`, or its record; the birth.
-
-    Raises `why` where they did not: then the rank was deregistered on purpose.
-    """
-    await store.verify()
-    reason = "the store is empty"
-    if store.birth == birth:
-        # Deregistering takes it off the list too; who deletes keys does not know of the list.
-        if registration.key not in await store.leases():
-            raise why
-        reason = "its record was deleted behind our back"
-    log.warning("registered_again", worker=str(registration.key), reason=reason)
-    await store.register(registration.key, registration.encode(), False, time.time())
-    return store.birth
 
 
 def _pause(attempt: int) -> float:

@@ -5,28 +5,28 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import grpc
 import structlog
 
-from kvindexd import registration as registrations
 from kvindexd._version import __version__
 from kvindexd.ingest.session import RESYNC
 from kvindexd.model import WorkerKey
+from kvindexd.registering import Registrar, TooManyWorkers
 from kvindexd.registration import InvalidRegistration, Registration
 from kvindexd.rpc import codec
-from kvindexd.rpc.errors import NotFound, RequestError, Unavailable
+from kvindexd.rpc.errors import Context, NotFound, RequestError, TooLarge, Unavailable, refuse
 from kvindexd.rpc.fleet_view import FleetView
 from kvindexd.rpc.tailing import Tail
 from kvindexd.scoring.outcomes import Audit
+from kvindexd.security.networks import Forbidden
 from kvindexd.store import Store
 from kvindexd.store.errors import NotRegistered, StoreError
 from kvindexd.v1 import index_pb2 as pb
 from kvindexd.v1 import index_pb2_grpc
 
 log = structlog.get_logger(__name__)
-Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
 _VISIBLE_WITHIN = 2.0
 _OWNED_WITHIN = 0.5
@@ -48,7 +48,7 @@ class AdminService(index_pb2_grpc.KVIndexAdminServicer):
         fleet: FleetView,
         tail: Callable[[WorkerKey], Tail | None],
         *,
-        check_endpoint: Callable[[str], None] = lambda _: None,
+        registrar: Registrar | None = None,
         audit: Callable[[], Sequence[Audit]] = tuple,
     ) -> None:
         """`tail`: the local ingester's event stream of a rank, None where it is elsewhere.
@@ -56,7 +56,7 @@ class AdminService(index_pb2_grpc.KVIndexAdminServicer):
         self._store = store
         self._fleet = fleet
         self._tail = tail
-        self._check_endpoint = check_endpoint
+        self._registrar = registrar or Registrar(store)
         self._audit = audit
 
     # -- writing ------------------------------------------------------------------------------
@@ -68,30 +68,19 @@ class AdminService(index_pb2_grpc.KVIndexAdminServicer):
 
         async def work() -> pb.RegisterWorkerResponse:
             registration = codec.registration_of(request.worker)
-            try:
-                registration.check()
-            except InvalidRegistration as e:
-                raise RequestError(f"worker.{e}") from None
             await self._register(registration)
             return pb.RegisterWorkerResponse(worker=await self._visible(registration))
 
         return await answered(context, work)
 
     async def _register(self, registration: Registration) -> None:
-        key = registration.key
-        replaced = False
+        others = sum(view.key != registration.key for view in self._fleet.views())
         try:
-            record = await self._store.get_worker(key)
-            replaced = registration.replaces_cache(registrations.decode(record.registration))
-        except NotRegistered:
-            pass
-        await self._store.register(key, registration.encode(), replaced, time.time())
-        log.info(
-            "worker_registered",
-            worker=str(key),
-            endpoint=registration.kv_events_endpoint,
-            new_incarnation=replaced,
-        )
+            await self._registrar.register(registration, others)
+        except (InvalidRegistration, Forbidden) as e:
+            raise RequestError(f"worker.{e}") from None
+        except TooManyWorkers as e:
+            raise TooLarge(str(e)) from None
 
     async def _visible(self, registration: Registration) -> pb.Worker:
         """The rank once the replica shows it, so that the caller's next call finds it."""
@@ -344,11 +333,13 @@ async def answered(context: Context, work: Callable[[], Awaitable[T]]) -> T:
     """Run a call, turning what it raises into its gRPC status."""
     try:
         return await work()
-    except RequestError as e:
-        code, text = e.code, str(e)
-    except NotRegistered as e:
-        code, text = NotFound.code, str(e)
-    except StoreError as e:
-        code, text = Unavailable.code, f"the store cannot be written: {e}"
-    await context.abort(code, text)
-    raise AssertionError("abort does not return")  # for the type checker
+    except (RequestError, StoreError) as e:
+        await refuse(context, _as_request_error(e))
+
+
+def _as_request_error(error: RequestError | StoreError) -> RequestError:
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, NotRegistered):
+        return NotFound(str(error))
+    return Unavailable(f"the store cannot be written: {error}")

@@ -1,11 +1,12 @@
-"""Shedding: how many calls may be under way at once, and none whose deadline has passed."""
+"""Shedding: how much may be under way at once, and nothing whose deadline has passed."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvindexd.rpc.errors import TimeUp, TooLarge
+from kvindexd.rpc.errors import Overloaded, TimeUp
 
 
 class Admission:
@@ -20,18 +21,49 @@ class Admission:
     def enter(self, time_left: float | None = None) -> Iterator[None]:
         """Hold a place for one call with so many seconds left, None = any.
 
-        Raises TooLarge (RESOURCE_EXHAUSTED) when all places are taken, TimeUp (DEADLINE_EXCEEDED)
-        when the deadline has passed.
+        Raises Overloaded (RESOURCE_EXHAUSTED) when all places are taken, TimeUp
+        (DEADLINE_EXCEEDED) when the deadline has passed.
         """
-        if time_left is not None and time_left <= 0:
-            raise TimeUp("the deadline passed before the call could be started")
+        in_time(time_left)
         if self.under_way >= self._limit:
-            raise TooLarge(
+            raise Overloaded(
                 f"{self.under_way} calls are under way, as many as limits.max_concurrent_calls "
-                "allows; retry in a few milliseconds"
+                "allows; retry in a few milliseconds",
+                "concurrent_calls",
             )
         self.under_way += 1
         try:
             yield
         finally:
             self.under_way -= 1
+
+
+def in_time(time_left: float | None) -> None:
+    """Raise TimeUp for a call whose deadline has passed; None = it has none."""
+    if time_left is not None and time_left <= 0:
+        raise TimeUp("the deadline passed before the call could be started", "deadline")
+
+
+class Shares:
+    """Counts what each client has under way, so that one cannot take all."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._held: Counter[str] = Counter()
+
+    @contextmanager
+    def enter(self, client: str) -> Iterator[None]:
+        """Hold a place of a client's share. Raises Overloaded when it has none left."""
+        if self._held[client] >= self._limit:
+            raise Overloaded(
+                f"{self._held[client]} streams of this client are open, as many as "
+                "limits.streams_per_client allows; close some",
+                "streams",
+            )
+        self._held[client] += 1
+        try:
+            yield
+        finally:
+            self._held[client] -= 1
+            if not self._held[client]:
+                del self._held[client]

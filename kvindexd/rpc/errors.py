@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any, NoReturn
+
 import grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_PUSHBACK = (10, 60)
+"""Milliseconds that a client which is shed should wait, spread so that they do not all return at
+once."""
 
 
 class RequestError(Exception):
-    """A call that cannot be answered; `code` and the message go to the client."""
+    """A call that cannot be answered; `code` and the message go to the client.
+
+    `reason`: of a refusal that is counted, "" = an ordinary error of the caller's.
+    """
 
     code = grpc.StatusCode.INVALID_ARGUMENT
+    retry = False
+    """Whether the same call may well succeed in a moment."""
+
+    def __init__(self, text: str, reason: str = "") -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 class NotFound(RequestError):
@@ -18,9 +36,15 @@ class NotFound(RequestError):
 
 
 class TooLarge(RequestError):
-    """The prompt is over a configured limit."""
+    """The request is over a configured limit."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class Overloaded(TooLarge):
+    """Too much is under way already; the client is told when to come again."""
+
+    retry = True
 
 
 class Unconfigured(RequestError):
@@ -39,3 +63,25 @@ class TimeUp(RequestError):
     """Nobody waits for the answer any more."""
 
     code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class Unauthenticated(RequestError):
+    """Nobody knows who is calling."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+
+class Denied(RequestError):
+    """The caller is known and may not do this."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+
+
+async def refuse(context: Context, error: RequestError) -> NoReturn:
+    """End a call with an error's status and message, and with `grpc-retry-pushback-ms` where
+    trying again makes sense: gRPC's own retries obey it."""
+    trailers: tuple[tuple[str, str], ...] = ()
+    if error.retry:
+        trailers = (("grpc-retry-pushback-ms", str(random.randint(*_PUSHBACK))),)  # noqa: S311
+    await context.abort(error.code, str(error), trailers)
+    raise AssertionError("abort does not return")  # for the type checker

@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from kvindexd.rpc.admin_service import AdminService, Context
+from kvindexd.rpc.admin_service import AdminService
+from kvindexd.rpc.errors import Context
 from kvindexd.v1 import index_pb2 as pb
 from kvindexd.v1 import index_pb2_grpc
 

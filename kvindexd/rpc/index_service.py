@@ -6,17 +6,16 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
-import grpc
 import structlog
 
 from kvindexd import tracing
 from kvindexd.fleet import NO_FILTER, Chosen, Filter, Member, Scope, select
 from kvindexd.registration import RoleName
 from kvindexd.rpc import codec, lines
-from kvindexd.rpc.budget import Admission
-from kvindexd.rpc.errors import NotFound, RequestError
+from kvindexd.rpc.budget import Admission, in_time
+from kvindexd.rpc.errors import Context, NotFound, RequestError, refuse
 from kvindexd.rpc.prompt import query_of, tokenized
 from kvindexd.scoring.explain import MISSING, PREDICTED, Run, runs
 from kvindexd.scoring.picker import Choice, Picker
@@ -28,9 +27,7 @@ from kvindexd.v1 import index_pb2 as pb
 from kvindexd.v1 import index_pb2_grpc
 
 log = structlog.get_logger(__name__)
-Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
-MAX_BATCH = 1024
 _YIELD_SECONDS = 0.002
 """How long one call may hold the event loop before others get a turn."""
 
@@ -66,6 +63,15 @@ class _Answer(NamedTuple):
     reusable: int
 
 
+class RequestLimits(NamedTuple):
+    """Bounds on one call: tokens of a prompt, names of candidates, prompts of a batch, labels."""
+
+    prompt_tokens: int = 1_048_576
+    candidates: int = 4096
+    batch: int = 1024
+    labels: int = 64
+
+
 class IndexService(index_pb2_grpc.KVIndexServicer):
     """KVIndex over a fleet. Every answer comes from memory."""
 
@@ -74,13 +80,16 @@ class IndexService(index_pb2_grpc.KVIndexServicer):
         fleet: Fleet,
         observer: Observer,
         *,
-        max_prompt_tokens: int,
+        limits: RequestLimits,
         max_concurrent_calls: int,
         picker: Picker | None = None,
+        refused: Callable[[str], None] = lambda _: None,
     ) -> None:
+        """`refused`: told the reason of each call that is over a limit."""
         self._fleet = fleet
         self._observer = observer
-        self._max_tokens = max_prompt_tokens
+        self._limits = limits
+        self._refused = refused
         self._picker = picker or Picker()
         self._admission = Admission(max_concurrent_calls)
         self.tokens: Tokens | None = None
@@ -107,20 +116,19 @@ class IndexService(index_pb2_grpc.KVIndexServicer):
         self, request: pb.ScoreWorkersBatchRequest, context: Context
     ) -> bytes:
         """ScoreWorkersBatch with its response serialised."""
-        if len(request.requests) > MAX_BATCH:
-            error = f"requests: {len(request.requests)} of them, at most {MAX_BATCH} per call"
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error)
 
         async def all_of_them() -> list[lines.Packed]:
             answers = []
+            check_count("requests", len(request.requests), "max_batch", self._limits.batch)
             started = time.perf_counter()
             for i, one in enumerate(request.requests):
                 try:
                     answers.append(await self._score(one))
                 except RequestError as e:
-                    raise type(e)(f"requests[{i}]: {e}") from None
+                    raise type(e)(f"requests[{i}]: {e}", e.reason) from None
                 if time.perf_counter() - started > _YIELD_SECONDS:
                     await asyncio.sleep(0)
+                    in_time(context.time_remaining())
                     started = time.perf_counter()
             return answers
 
@@ -153,6 +161,8 @@ class IndexService(index_pb2_grpc.KVIndexServicer):
                 response = await work()
         except RequestError as e:
             self._observer.scored(e.code.name, time.perf_counter() - started, None)
+            if e.reason:
+                self._refused(e.reason)
             await refuse(context, e)
         self._observer.scored("OK", time.perf_counter() - started, _best_ratio(response))
         return response
@@ -173,12 +183,18 @@ class IndexService(index_pb2_grpc.KVIndexServicer):
             f"model {prompt.model!r}{where} has no registered worker; known models: {listed}"
         )
 
+    def _check_counts(self, request: pb.ScoreWorkersRequest) -> None:
+        named, labels = len(request.candidates), len(request.options.labels)
+        check_count("candidates", named, "max_candidates", self._limits.candidates)
+        check_count("options.labels", labels, "max_labels", self._limits.labels)
+
     async def _candidates(self, request: pb.ScoreWorkersRequest) -> tuple[Scope, Query, Chosen]:
         options = request.options
         prompt = request.prompt
+        self._check_counts(request)
         if prompt.WhichOneof("content") in ("text", "openai_body"):
             prompt = await tokenized(prompt, self.tokens)
-        query = query_of(prompt, self._max_tokens)
+        query = query_of(prompt, self._limits.prompt_tokens)
         scope = self._scope(prompt)
         role: RoleName | None = None
         if options.HasField("role"):
@@ -332,7 +348,8 @@ def _best_ratio(response: object) -> float | None:
     return response.ratio if isinstance(response, lines.Packed) else None
 
 
-async def refuse(context: Context, error: RequestError) -> NoReturn:
-    """End a call with an error's status and message."""
-    await context.abort(error.code, str(error))
-    raise AssertionError("abort does not return")  # for the type checker
+def check_count(field: str, count: int, setting: str, limit: int) -> None:
+    """Raise RequestError where a field has more entries than `limits.<setting>` allows."""
+    if count > limit:
+        text = f"{field}: {count} of them, at most limits.{setting} = {limit} per call"
+        raise RequestError(text, setting.removeprefix("max_"))

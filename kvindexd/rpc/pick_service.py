@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol
 from kvindexd import tracing
 from kvindexd.fleet import Filter, Member, select
 from kvindexd.model import WorkerKey
-from kvindexd.rpc.errors import RequestError, Unavailable
-from kvindexd.rpc.index_service import Context, IndexService, Observer, asked_for, line, refuse
+from kvindexd.rpc.errors import Context, RequestError, Unavailable, refuse
+from kvindexd.rpc.index_service import IndexService, Observer, asked_for, check_count, line
 from kvindexd.scoring.outcomes import Outcome
 from kvindexd.scoring.pair import pairs
 from kvindexd.scoring.picker import Choice
@@ -203,6 +203,8 @@ class PickService(IndexService):
 
     async def _pair(self, request: pb.PairWorkersRequest) -> pb.PairWorkersResponse:
         asked = request.prefill
+        named = len(request.decode_candidates)
+        check_count("decode_candidates", named, "max_candidates", self._limits.candidates)
         scope, query, chosen = await self._candidates(asked)
         members = chosen.members
         options = asked.options

@@ -8,12 +8,14 @@ import secrets
 import socket
 import time
 from collections import Counter
+from collections.abc import Callable
 
 from kvindexd.config import Config
 from kvindexd.model import WorkerKey
 from kvindexd.registration import Registration
 from kvindexd.replica.replica import Replica
 from kvindexd.rpc.fleet_view import FleetView
+from kvindexd.rpc.index_service import RequestLimits
 from kvindexd.rpc.load_sharing import LoadSharing
 from kvindexd.rpc.pick_service import PickService
 from kvindexd.rpc.prediction_watch import watch_predictions
@@ -110,19 +112,26 @@ class Picking:
         plain = all(g.treated_as != "auxiliary" for g in view.profile.groups)
         return view.epoch if plain else None
 
-    def service(self, fleet: FleetView) -> PickService:
-        """The KVIndex service over a fleet."""
+    def service(self, fleet: FleetView, refused: Callable[[str], None]) -> PickService:
+        """The KVIndex service over a fleet. `refused`: told the reason of each call that is over a
+        limit."""
         limits = self._config.limits
         fleet.engine_load = self.sharing.engine_load
         fleet.account = self.account
         return PickService(
             fleet,
             self._observer,
-            max_prompt_tokens=limits.max_prompt_tokens,
+            limits=RequestLimits(
+                limits.max_prompt_tokens,
+                limits.max_candidates,
+                limits.max_batch,
+                limits.max_labels,
+            ),
             max_concurrent_calls=limits.max_concurrent_calls,
             picker=self.picker,
             pick_observer=self._observer,
             peers=self.sharing,
+            refused=refused,
         )
 
     def account(self, key: WorkerKey) -> dict[str, int]:

@@ -83,7 +83,8 @@ def _tokens(packed: bytes, prompt: pb.Prompt, max_tokens: int) -> Query:
 def _check_length(tokens: int, max_tokens: int) -> None:
     if tokens > max_tokens:
         raise TooLarge(
-            f"prompt of {tokens} tokens is longer than limits.max_prompt_tokens = {max_tokens}"
+            f"prompt of {tokens} tokens is longer than limits.max_prompt_tokens = {max_tokens}",
+            "prompt_tokens",
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -12,6 +12,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvindexd import tracing
+from kvindexd.config import parse_listen
+from kvindexd.rpc.budget import Admission
+from kvindexd.rpc.guard import Guard, Handler
 from kvindexd.rpc.index_service import IndexService
 from kvindexd.rpc.traced import TracedCalls
 from kvindexd.v1 import index_pb2 as pb
@@ -19,7 +22,8 @@ from kvindexd.v1 import index_pb2_grpc
 
 log = structlog.get_logger(__name__)
 
-SERVICES = tuple(f"kvindexd.v1.{name}" for name in pb.DESCRIPTOR.services_by_name)
+INDEX, ADMIN = "kvindexd.v1.KVIndex", "kvindexd.v1.KVIndexAdmin"
+SERVICES = (INDEX, ADMIN)
 HEALTH_NAMES = ("", "liveness", "readiness", *SERVICES)
 """Names that grpc.health.v1 knows here; any other is NOT_FOUND."""
 
@@ -80,15 +84,24 @@ class RpcServer:
         *,
         reuse_port: bool = False,
         private: str = "",
+        guard: Guard | None = None,
+        credentials: grpc.ServerCredentials | None = None,
+        setting: str = "server.listen",
     ) -> None:
         """`services`: names that reflection lists. `reuse_port`: other processes listen there too.
-        `private`: a further address (unix:PATH), for them."""
-        self._listen = listen
+        `private`: a further address (unix:PATH), for them. `guard`: stands before every call but
+        those of health and reflection. `credentials`: for TLS. `setting`: that names `listen`."""
+        host, number = parse_listen(listen)
+        self._host = f"[{host}]" if ":" in host else host
+        self._listen = f"{self._host}:{number}"
+        self._guard = guard or Guard()
+        self._credentials = credentials
+        self._setting = setting
         self._grace = grace_seconds
         self._private = private
         self._server = grpc.aio.server(
             interceptors=[TracedCalls()] if tracing.on() else [],
-            options=options(max_message_bytes, reuse_port),
+            options=options(self._guard.transport_bytes(max_message_bytes), reuse_port),
         )
         self._health = _Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -96,24 +109,33 @@ class RpcServer:
             (*services, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
         )
 
-    def add(self, register: Callable[[grpc.aio.Server], None]) -> None:
-        """Add a service before `start`."""
-        register(self._server)
+    def add(
+        self, service: str, handlers: Mapping[str, Handler], calls: Admission | None = None
+    ) -> None:
+        """Add a service's handlers, by method, before `start`. `calls`: see Guard.wrap."""
+        guarded = self._guard.wrap(service, handlers, calls)
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(service, guarded),)
+        )
+        if hasattr(self._server, "add_registered_method_handlers"):
+            self._server.add_registered_method_handlers(service, guarded)
 
     async def start(self) -> str:
         """Bind and serve; the address really bound. Raises OSError, naming the address."""
         try:
-            port = self._server.add_insecure_port(self._listen)
+            if self._credentials is not None:
+                port = self._server.add_secure_port(self._listen, self._credentials)
+            else:
+                port = self._server.add_insecure_port(self._listen)
         except RuntimeError as e:
             raise OSError(
-                f"server.listen: cannot bind {self._listen}: {e}; is another process using it?"
+                f"{self._setting}: cannot bind {self._listen}: {e}; is another process using it?"
             ) from None
         if self._private:
             self._server.add_insecure_port(self._private)
         await self.set_ready(False)
         await self._server.start()
-        host = self._listen.rpartition(":")[0]
-        return f"{host}:{port}"
+        return f"{self._host}:{port}"
 
     async def set_ready(self, ready: bool, names: Sequence[str] = HEALTH_NAMES) -> None:
         """Tell health checks whether calls can be answered; liveness is always serving."""
@@ -132,8 +154,8 @@ class RpcServer:
         await self._server.wait_for_termination(self._grace)
 
 
-def add_index(server: grpc.aio.Server, servicer: index_pb2_grpc.KVIndexServicer) -> None:
-    """Register the scoring service; IndexService's hot calls serialise their own answers."""
+def index_handlers(servicer: index_pb2_grpc.KVIndexServicer) -> dict[str, Handler]:
+    """The scoring service's; IndexService's hot calls serialise their own answers."""
     generated = _Generated()
     index_pb2_grpc.add_KVIndexServicer_to_server(servicer, generated)
     handlers = generated.handlers
@@ -144,28 +166,25 @@ def add_index(server: grpc.aio.Server, servicer: index_pb2_grpc.KVIndexServicer)
         handlers["ScoreWorkersBatch"] = grpc.unary_unary_rpc_method_handler(
             servicer.score_batch_packed, pb.ScoreWorkersBatchRequest.FromString, None
         )
-    name = f"{pb.DESCRIPTOR.package}.KVIndex"
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
-    if hasattr(server, "add_registered_method_handlers"):
-        server.add_registered_method_handlers(name, handlers)
+    return handlers
+
+
+def admin_handlers(servicer: index_pb2_grpc.KVIndexAdminServicer) -> dict[str, Handler]:
+    """The administration service's."""
+    generated = _Generated()
+    index_pb2_grpc.add_KVIndexAdminServicer_to_server(servicer, generated)
+    return generated.handlers
 
 
 class _Generated:
     """Takes from the generated code what it would register."""
 
     def __init__(self) -> None:
-        self.handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+        self.handlers: dict[str, Handler] = {}
 
     def add_generic_rpc_handlers(self, _handlers: object) -> None:
         """Wraps the same handlers."""
 
-    def add_registered_method_handlers(
-        self, _name: str, handlers: dict[str, grpc.RpcMethodHandler[Any, Any]]
-    ) -> None:
+    def add_registered_method_handlers(self, _name: str, handlers: dict[str, Handler]) -> None:
         """All methods of the service by name."""
         self.handlers = dict(handlers)
-
-
-def add_admin(server: grpc.aio.Server, servicer: index_pb2_grpc.KVIndexAdminServicer) -> None:
-    """Register the administration service."""
-    index_pb2_grpc.add_KVIndexAdminServicer_to_server(servicer, server)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ssl
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -172,7 +172,7 @@ def _grpc_configuration(material: Material, asks: bool) -> grpc.ServerCertificat
     )
 
 
-def names_of_grpc(context: Mapping[str, list[bytes]]) -> list[str]:
+def names_of_grpc(context: Mapping[str, Iterable[bytes]]) -> list[str]:
     """Names `kind:name` of a client's certificate, from a call's auth context."""
     kinds = {
         "peer_dns": "dns",

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from kvindexd.security.roles import Role, is_scoring, named, needed
+from kvindexd.security.roles import METRICS, Role, is_scoring, named, needed
 
 MIN_TOKEN = 16
 """Characters that a token has at least: what is shorter can be guessed."""
@@ -175,7 +175,7 @@ class Access:
 
     def _open(self, method: str) -> bool:
         return (self._scoring_open and is_scoring(method)) or (
-            self._metrics_open and method == "metrics"
+            self._metrics_open and method == METRICS
         )
 
     def _how(self) -> str:

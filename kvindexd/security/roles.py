@@ -16,8 +16,8 @@ class Role(enum.StrEnum):
     """Register, remove and steer workers."""
 
 
-METRICS = "metrics"
-"""The pages of the metrics port, as `needed` knows them."""
+METRICS, UI = "metrics", "ui"
+"""/metrics and the other pages of the metrics port, as `needed` knows them."""
 
 _INDEX = "kvindexd.v1.KVIndex"
 _ADMIN = "kvindexd.v1.KVIndexAdmin"
@@ -50,7 +50,7 @@ _NOBODY: frozenset[Role] = frozenset()
 def needed(method: str) -> frozenset[Role]:
     """The roles of which any one is enough for a call, empty = open to all.
 
-    `method`: `package.Service/Method`, or `METRICS`. What is not known needs admin.
+    `method`: `package.Service/Method`, `METRICS` or `UI`. What is not known needs admin.
     """
     service, _, name = method.partition("/")
     if service in _OPEN:
@@ -59,7 +59,7 @@ def needed(method: str) -> frozenset[Role]:
         return _SCORERS | {Role.READ} if name == "Explain" else _SCORERS
     if service == _EXT_PROC:
         return _SCORERS
-    if method == METRICS or (service == _ADMIN and name in _READING):
+    if method in (METRICS, UI) or (service == _ADMIN and name in _READING):
         return _READERS
     return _ADMINS
 

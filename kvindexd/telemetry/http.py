@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -15,7 +16,9 @@ log = structlog.get_logger(__name__)
 
 _STATUS = {
     200: "OK",
+    308: "Permanent Redirect",
     400: "Bad Request",
+    401: "Unauthorized",
     403: "Forbidden",
     404: "Not Found",
     405: "Method Not Allowed",
@@ -28,6 +31,8 @@ _STATUS = {
     504: "Gateway Timeout",
 }
 TEXT = "text/plain; charset=utf-8"
+_HEALTH = ("/healthz", "/readyz")
+"""Open to all: whoever probes has no credentials, and learns little."""
 _REQUEST_TIMEOUT = 10.0
 _MAX_HEAD = 16_384
 
@@ -63,6 +68,20 @@ class Pages(Protocol):
         ...
 
 
+class Protected(Protocol):
+    """What keeps strangers out of the port."""
+
+    @property
+    def context(self) -> ssl.SSLContext | None:
+        """For TLS, None = none."""
+        ...
+
+    def refusal(self, request: Request, peer: Mapping[str, Any] | None) -> Response | None:
+        """Why the caller may not see a page, None where it may. `peer`: the certificate that it
+        showed, as Python's ssl module gives it. Health pages are not asked about."""
+        ...
+
+
 class _Refused(Exception):
     """A request that is not read any further."""
 
@@ -89,18 +108,24 @@ class MetricsServer:
         host: str = "127.0.0.1",
         port: int = 9400,
         pages: Pages | None = None,
+        protected: Protected | None = None,
     ) -> None:
         self._registry = registry
         self._ready = ready
         self._host, self._port = host, port
         self._pages = pages
+        self._protected = protected
         self._server: asyncio.Server | None = None
 
     async def start(self) -> tuple[str, int]:
         """Bind, and return the host and port really bound. Raises OSError with the address."""
         try:
             self._server = await asyncio.start_server(
-                self._serve, self._host, self._port, limit=_MAX_HEAD
+                self._serve,
+                self._host,
+                self._port,
+                limit=_MAX_HEAD,
+                ssl=self._protected.context if self._protected is not None else None,
             )
         except OSError as error:
             where = f"{self._host}:{self._port}"
@@ -120,7 +145,8 @@ class MetricsServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(_REQUEST_TIMEOUT):
-                writer.write(await self._exchange(reader))
+                certificate = writer.get_extra_info("peercert")
+                writer.write(await self._exchange(reader, certificate))
                 await writer.drain()
         except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
             pass
@@ -129,12 +155,15 @@ class MetricsServer:
             with suppress(ConnectionError, TimeoutError):
                 await writer.wait_closed()
 
-    async def _exchange(self, reader: asyncio.StreamReader) -> bytes:
+    async def _exchange(
+        self, reader: asyncio.StreamReader, certificate: Mapping[str, Any] | None
+    ) -> bytes:
         """Read one request; its response in wire form."""
         with_body = True
         try:
             head = await reader.readuntil(b"\r\n\r\n")
             request = _parse(head.decode("latin-1"))
+            self._check(request, certificate)
             if request.method == "HEAD":
                 request, with_body = request._replace(method="GET"), False
             elif request.method != "GET":
@@ -150,6 +179,13 @@ class MetricsServer:
             log.exception("page_failed", error=repr(error))
             response = text(500, "a fault of kvindexd; its log says more")
         return _wire(response, with_body)
+
+    def _check(self, request: Request, certificate: Mapping[str, Any] | None) -> None:
+        if self._protected is None or request.path in _HEALTH:
+            return
+        refusal = self._protected.refusal(request, certificate)
+        if refusal is not None:
+            raise _Refused(refusal)
 
     async def _body(self, request: Request, reader: asyncio.StreamReader) -> bytes:
         limit = self._pages.max_body(request.path) if self._pages is not None else 0

@@ -169,29 +169,20 @@ class ExtProcServer(RpcServer):
         service: ExtProcService,
         max_message_bytes: int,
         grace_seconds: float,
-        *,
-        reuse_port: bool = False,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            listen, max_message_bytes, grace_seconds, (SERVICE,), reuse_port=reuse_port
-        )
+        """`options`: see RpcServer."""
+        options["setting"] = "ext_proc.listen"
+        super().__init__(listen, max_message_bytes, grace_seconds, (SERVICE,), **options)
         handler = grpc.stream_stream_rpc_method_handler(
             service.process,
             ep.ProcessingRequest.FromString,
             ep.ProcessingResponse.SerializeToString,
         )
-        handlers = {"Process": handler}
-        self.add(
-            lambda server: server.add_generic_rpc_handlers(
-                (grpc.method_handlers_generic_handler(SERVICE, handlers),)
-            )
-        )
+        self.add(SERVICE, {"Process": handler})
 
     async def start(self) -> str:
         """Bind and serve; the address really bound. Raises OSError, naming the setting."""
-        try:
-            bound = await super().start()
-        except OSError as e:
-            raise OSError(str(e).replace("server.listen", "ext_proc.listen")) from None
+        bound = await super().start()
         await self.set_ready(False, HEALTH_NAMES)
         return bound
