@@ -8,6 +8,7 @@ from typing import Annotated, Any, NamedTuple
 
 import grpc
 import typer
+from grpc_health.v1 import health_pb2_grpc
 
 from kvindexd.cli.output import fail, progress
 from kvindexd.v1 import index_pb2_grpc
@@ -31,10 +32,12 @@ _CANNOT_CONNECT = (
 
 
 class Client(NamedTuple):
-    """Stubs of both services on one channel. Give every call `timeout=CALL_TIMEOUT`."""
+    """Stubs of both services, and of health checks, on one channel. Give every call
+    `timeout=CALL_TIMEOUT`."""
 
     index: Any
     admin: Any
+    health: Any
 
 
 _OPTIONS = (
@@ -50,7 +53,11 @@ _OPTIONS = (
 def channel(server: str) -> Iterator[Client]:
     """Open a channel to `server`; its RpcErrors are the caller's."""
     with grpc.insecure_channel(server, options=list(_OPTIONS)) as made:
-        yield Client(index_pb2_grpc.KVIndexStub(made), index_pb2_grpc.KVIndexAdminStub(made))
+        yield Client(
+            index_pb2_grpc.KVIndexStub(made),
+            index_pb2_grpc.KVIndexAdminStub(made),
+            health_pb2_grpc.HealthStub(made),
+        )
 
 
 @contextmanager

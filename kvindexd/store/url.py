@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from typing import Literal, NamedTuple
-from urllib.parse import parse_qsl, quote, unquote, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlsplit, urlunsplit
 
 Mode = Literal["single", "sentinel", "cluster"]
 
@@ -116,6 +116,15 @@ def parse_url(text: str) -> StoreURL:
     return StoreURL(
         scheme, mode, endpoints, username, password, db, service, tls, _without_db(options)
     )
+
+
+def with_credentials(text: str, username: str, password: str) -> str:
+    """A store URL with this user and password, where it names none itself."""
+    parts = urlsplit(text)
+    if not (username or password) or "@" in parts.netloc:
+        return text
+    auth = f"{quote(username, '')}:{quote(password, '')}"
+    return urlunsplit(parts._replace(netloc=f"{auth}@{parts.netloc}"))
 
 
 def _without_db(options: dict[str, str]) -> tuple[tuple[str, str], ...]:
