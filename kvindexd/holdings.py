@@ -9,6 +9,11 @@ from kvindexd.model import ADD, REMOVE, EngineHash, GroupInfo, Plane, Slot
 from kvindexd.planes import COUNT_BITS, COUNT_MASK, Membership, memberships
 from kvindexd.records import Block, counts, pack_mutation
 
+try:
+    from kvindexd import _dense as _native
+except ImportError:  # no compiler where it was installed
+    _native = None  # type: ignore[assignment]  # a module's absence has no type
+
 MAX_SLOTS = 255
 MAX_PLANES = 255
 
@@ -138,6 +143,28 @@ class Holdings:
             self.dirty.add(engine_hash)
             told.append(pack_mutation(name, block.parent, block.length, lone, ADD))
         self._tell(told, lone)
+
+    def store_fresh(
+        self, hashes: list[EngineHash], keys: bytes, step: int, start: tuple[int, int], slot: int
+    ) -> bool:
+        """`store_all` for consecutive blocks, if nothing is known of any: whether it was done.
+
+        `keys`: packed uint64 of every unit, of which each `step`-th ends a block. `start`: key
+        and tokens before the first one. Without the C module, never.
+        """
+        lone = self._lone[slot]
+        if _native is None or lone < 0:
+            return False
+        one, size = 1 << (slot * COUNT_BITS), self.slots[slot].size
+        told = _native.store(
+            *(self.blocks, self._held, self.dirty, hashes, keys, step, start, size),
+            *((one, lone), ADD, Block),
+        )
+        if told is None:
+            return False
+        self.plane_counts[lone] += len(hashes)
+        self.mutations += told
+        return True
 
     def _tell(self, added: Sequence[bytes], plane: int) -> None:
         if added:

@@ -7,7 +7,7 @@ bytes], then a (slot u8, copies u16) pair per slot that holds copies.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -15,6 +15,11 @@ import numpy.typing as npt
 
 from kvindexd.model import ADD, MUTATION, EngineHash, Profile
 from kvindexd.planes import COUNT_BITS, COUNT_MASK, memberships
+
+try:
+    from kvindexd import _dense as _native
+except ImportError:  # no compiler where it was installed
+    _native = None  # type: ignore[assignment]  # a module's absence has no type
 
 HAS_NAME, HAS_DIGEST = 1, 2
 UNBOUND = b"\0unbound:"
@@ -93,10 +98,22 @@ def pack(block: Block) -> bytes:
 
 
 def pack_all(
-    hashes: Iterable[EngineHash], blocks: Mapping[EngineHash, Block]
+    hashes: Collection[EngineHash], blocks: Mapping[EngineHash, Block]
 ) -> dict[bytes, bytes | None]:
-    """Field and record of each hash, None for one that is bound no more; `field_of` and `pack`
-    written out for what nearly every block is."""
+    """Field and record of each hash, None for one that is bound no more."""
+    if _native is None or not hashes:
+        return pack_all_plain(hashes, blocks)
+    usual, rest = _native.pack(hashes, blocks, Block)
+    if rest:
+        usual |= pack_all_plain(rest, blocks)
+    return usual
+
+
+def pack_all_plain(
+    hashes: Collection[EngineHash], blocks: Mapping[EngineHash, Block]
+) -> dict[bytes, bytes | None]:
+    """`pack_all` without the C module: `field_of` and `pack` written out for what nearly every
+    block is."""
     single, out = _single.pack, dict[bytes, bytes | None]()
     for engine_hash in hashes:
         block = blocks.get(engine_hash)

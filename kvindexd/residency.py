@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from kvindexd import chain
+from kvindexd.batches import credited, is_chunk, segments
 from kvindexd.groups import CHUNK_KINDS, Treatment, contradicts, tier_of
 from kvindexd.model import BatchDelta, EngineHash, Tier
 from kvindexd.placing import Place
 from kvindexd.rank_state import Options, RankState
 from kvindexd.records import UNBOUND, Block
-from kvindexd.wire.events import AllBlocksCleared, Batch, BlockRemoved, BlockStored, Rejected
+from kvindexd.wire.events import Batch, BlockRemoved, BlockStored, Rejected
 
 __all__ = ["Options", "Residency"]
 
@@ -43,7 +44,7 @@ class Residency(RankState):
         self._learn(batch.events)
         self._again.clear()
         cleared = False
-        for segment, clear_follows in _segments(batch.events):
+        for segment, clear_follows in segments(batch.events):
             for event in self._main_first(segment):
                 self._dispatch(event, now)
                 yield
@@ -138,7 +139,7 @@ class Residency(RankState):
             self.counters["dropped:cycle"] += 1
             return
         self.counters["admitted"] += 1
-        size = event.num_tokens if _is_chunk(event, tier) else event.block_size
+        size = event.num_tokens if is_chunk(event, tier) else event.block_size
         slot = self.holdings.slot(tier, group.idx, size)
         if event.pairs or event.lookahead:
             self.pairs = self.pairs or event.pairs
@@ -160,7 +161,7 @@ class Residency(RankState):
     def _orphan(self, event: BlockStored, slot: int, now: float) -> None:
         """The parent is unknown: count copies where the hash is bound, let the rest wait."""
         self.counters["orphans"] += 1
-        for engine_hash in _credited(event):
+        for engine_hash in credited(event):
             self._credit(engine_hash, slot, event, now)
         if event.parent is None:
             return
@@ -170,19 +171,40 @@ class Residency(RankState):
 
     def _dense(self, event: BlockStored, place: Place, slot: int) -> None:
         """Rule 4: every block is named by its own hash; the pairing is certain."""
+        done = self._dense_fresh(event, place, slot) or self._dense_known(event, place, slot)
+        if not done:
+            return
+        self._arrived(event.hashes)
+        self._arrived(self.placer.extend(event, place, self.unit, dense=True))
+
+    def _dense_fresh(self, event: BlockStored, place: Place, slot: int) -> bool:
+        """Take in one pass what is most common, blocks that nothing is known of."""
+        if (
+            event.extra_keys
+            or event.lookahead
+            or self.holdings.slots[slot].size != event.block_size
+        ):
+            return False
+        keys = chain.extend_packed(place.key, event.tokens, self.unit)
+        start = place.key, place.length
+        step = event.block_size // self.unit
+        return self.holdings.store_fresh(event.hashes, keys, step, start, slot)
+
+    def _dense_known(self, event: BlockStored, place: Place, slot: int) -> bool:
+        """Take blocks of which some may be known; False when there is nothing to be done."""
         blocks = self.placer.dense_blocks(event, place, self.unit)
         if blocks is None:
             self.counters["dropped:conflict"] += 1
-            return
+            return False
         holdings = self.holdings
         if self._told_again(event, slot):
             self.counters["reannounced"] += len(blocks)
-            return
-        for engine_hash, block, is_new in blocks[: len(blocks) - len(_credited(event))]:
+            return False
+        for engine_hash, block, is_new in blocks[: len(blocks) - len(credited(event))]:
             if is_new:
                 holdings.bind(engine_hash, block)
         fresh: list[tuple[EngineHash, Block]] = []
-        for engine_hash, block, is_new in blocks[-len(_credited(event)) :]:
+        for engine_hash, block, is_new in blocks[-len(credited(event)) :]:
             if is_new:
                 fresh.append((engine_hash, block))
                 continue
@@ -190,8 +212,7 @@ class Residency(RankState):
             fresh.clear()
             self._credit_bound(engine_hash, block, slot, event)
         holdings.store_all(fresh, slot)
-        self._arrived(event.hashes)
-        self._arrived(self.placer.extend(event, place, self.unit, dense=True))
+        return True
 
     def _told_again(self, event: BlockStored, slot: int) -> bool:
         """Whether a store repeats what the engine already holds, for a request that reuses it
@@ -369,31 +390,3 @@ class Residency(RankState):
         below = {int(t) for t in Tier if t is not Tier.DEVICE}
         self.holdings.drop_tiers(below)
         self.waiting.drop_tiers(below)
-
-
-def _is_chunk(event: BlockStored, tier: Tier) -> bool:
-    """Whether an event tells of one offloaded chunk of several blocks: the connector lists them
-    all, and finds, loads and evicts the chunk by the last one's hash alone."""
-    return (
-        tier is not Tier.DEVICE
-        and event.group_idx is not None
-        and len(event.hashes) > 1
-        and len(event.hashes) * event.block_size == event.num_tokens
-    )
-
-
-def _credited(event: BlockStored) -> list[EngineHash]:
-    """The hashes that an event gives a copy to: all, or the one that stands for a chunk."""
-    return event.hashes[-1:] if _is_chunk(event, tier_of(event.medium)) else event.hashes
-
-
-def _segments(events: Iterable[object]) -> Iterator[tuple[list[object], bool]]:
-    """Events between clears; True with each run that a clear follows."""
-    run: list[object] = []
-    for event in events:
-        if isinstance(event, AllBlocksCleared):
-            yield run, True
-            run = []
-        else:
-            run.append(event)
-    yield run, False
