@@ -78,6 +78,8 @@ class _ReplayEnded(NamedTuple):
 
 
 class _Asked(NamedTuple):
+    """Something to be done; "" = only look whether there is."""
+
     what: str
 
 
@@ -150,6 +152,7 @@ class Session:
         )
         self._tasks: asyncio.TaskGroup | None = None
         self._replaying: tuple[int, asyncio.Task[None]] | None = None
+        self._asked: dict[str, None] = {}
         self._changed = asyncio.Event()
         self._told = ""
         self.lost = 0
@@ -228,7 +231,16 @@ class Session:
                 items.append(await self._inbox.get())
         while len(items) < _BURST and not self._inbox.empty():
             items.append(self._inbox.get_nowait())
+        items += map(_Asked, self._asked)
+        self._asked.clear()
         return items
+
+    def _remind(self, what: str) -> None:
+        """Have something done by whoever applies, without waiting for room in its inbox: the lease
+        must be renewed meanwhile."""
+        self._asked[what] = None
+        with contextlib.suppress(asyncio.QueueFull):
+            self._inbox.put_nowait(_Asked(""))
 
     async def _beat(self) -> None:
         """Renews the lease, with what is known of the engine; takes requests left for us."""
@@ -247,17 +259,17 @@ class Session:
             try:
                 result = await self._store.renew(lease, None, evidence)
                 if result.ask is not None:
-                    await self._inbox.put(_Asked(result.ask))
+                    self._remind(result.ask)
                 if lease.position == idle_at != result.position and not lease.lock.locked():
                     # A failover or an older state: the next write finds out, so make one.
-                    await self._inbox.put(_Asked(CHECK))
+                    self._remind(CHECK)
                 if down:
                     down = False
                     self._log.info("heartbeat_back")
                     await self._store.verify()
             except NotRegistered:
                 # Deregistered, or lost by the store: the next write tells which.
-                await self._inbox.put(_Asked(CHECK))
+                self._remind(CHECK)
             except StoreUnavailable as e:
                 if not down:
                     down = True
