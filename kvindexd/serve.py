@@ -18,7 +18,7 @@ from urllib.parse import quote, urlsplit, urlunsplit
 import structlog
 
 from kvindexd import registration as registrations
-from kvindexd import tracing
+from kvindexd import telemetry, tracing
 from kvindexd._version import __version__
 from kvindexd.config import Config, parse_listen
 from kvindexd.discovery.discovery import Discovery
@@ -109,6 +109,7 @@ class Daemon:
                 await self._stop_rpc(servers, further)
                 for task in background:
                     task.cancel()
+        telemetry.tell_rest()
         log.info("stopped")
 
     def on_reload(self, part: ReloadPart, *keys: str) -> None:
@@ -245,6 +246,7 @@ class Daemon:
             yield "replica", replica.run()
         if self._part is not None:
             yield "main process", orphaned(self._stopping)
+        yield "log", telemetry.tell_repeats()
         if self._picking is not None:
             yield "picking", self._picking.run()
         if supervisor is not None:

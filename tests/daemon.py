@@ -31,6 +31,8 @@ class Daemon:
             "server.listen": "127.0.0.1:0",
             "metrics.listen": "127.0.0.1:0",
             "ext_proc.listen": "127.0.0.1:0",
+            # Tests count lines; test_logs.py has what the default does.
+            "log.repeat_seconds": 0,
         } | {key.replace("__", "."): value for key, value in settings.items()}
         self.process: subprocess.Popen[str] | None = None
         self.records: list[dict[str, Any]] = []

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
+import structlog
 import typer
 import uvloop
 
@@ -15,7 +16,9 @@ from kvindexd.processes import Part
 from kvindexd.registration import InvalidRegistration
 from kvindexd.serve import Daemon, Role
 from kvindexd.store import StoreError
-from kvindexd.telemetry import configure_logging
+from kvindexd.telemetry import configure_logging, tell_rest
+
+log = structlog.get_logger(__name__)
 
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="TOML file; KVINDEXD_CONFIG otherwise.")
@@ -96,7 +99,7 @@ def run(
 ) -> int:
     """Run the daemon until it is told to stop; the exit status. `part`: see kvindexd.processes.
     `load`: reads the configuration again."""
-    configure_logging(config.log.format, config.log.level)
+    configure_logging(config.log.format, config.log.level, repeat_seconds=config.log.repeat_seconds)
     if role != "serve" and not config.redis.url:
         typer.echo(
             f"kvindexd {role}: redis.url is not set; a {role} shares its Redis with others "
@@ -115,4 +118,10 @@ def run(
     except (StoreError, InvalidRegistration, OSError) as error:
         typer.echo(f"kvindexd {role}: {error}", err=True)
         return 1
+    except Exception:
+        # A traceback printed by anyone else would show passwords in URLs.
+        log.exception("crashed", fix="report this; a supervisor such as systemd starts it again")
+        return 1
+    finally:
+        tell_rest()
     return 0

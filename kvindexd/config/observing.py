@@ -24,6 +24,10 @@ class LogConfig(Section, frozen=True, kw_only=True):
     level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least level shown")
     ] = "info"
+    repeat_seconds: Annotated[
+        float,
+        Meta(ge=0, description="Lines that are alike are shown once in that time; 0 = all are"),
+    ] = 10.0
 
 
 class TracingConfig(Section, frozen=True, kw_only=True):

@@ -3,10 +3,13 @@
 from kvindexd.telemetry.http import MetricsServer
 from kvindexd.telemetry.logs import (
     configure_logging,
+    frames_of,
     mask_secrets,
     name_request,
     redact,
     set_log_level,
+    tell_repeats,
+    tell_rest,
 )
 from kvindexd.telemetry.metrics import WORKER_STATES, BoundedLabel, Metrics
 
@@ -16,8 +19,11 @@ __all__ = [
     "Metrics",
     "MetricsServer",
     "configure_logging",
+    "frames_of",
     "mask_secrets",
     "name_request",
     "redact",
     "set_log_level",
+    "tell_repeats",
+    "tell_rest",
 ]

@@ -18,7 +18,7 @@ from kvindexd.rpc.ext_proc.choosing import Chooser, Decision, Refused
 from kvindexd.rpc.ext_proc.exchange import Exchange
 from kvindexd.rpc.ext_proc.messages import SERVICE, headers_of, refusal
 from kvindexd.rpc.server import RpcServer
-from kvindexd.telemetry import Metrics, name_request
+from kvindexd.telemetry import Metrics, frames_of, name_request
 
 log = structlog.get_logger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -26,7 +26,7 @@ HEALTH_NAMES = ("", "liveness", "readiness", SERVICE)
 _LEARN_SECONDS = 0.01
 """Wait for a body from an Envoy that does not say its mode (before 1.33): one that comes without
 an answer to the headers means FULL_DUPLEX_STREAMED."""
-_LOG_EVERY = 10.0
+_BLIND = "the worker that holds the prompt may not be the one that gets it"
 
 
 def token_failures(metrics: Metrics) -> Counter:
@@ -43,22 +43,12 @@ class ExtProcMetrics:
         self.seconds = metrics.ext_proc_pick_seconds
         for outcome in ("cache", "load", "500"):
             self._requests.labels(outcome)
-        self._told = float("-inf")
-        self._untold = 0
 
     def decided(self, decision: Decision) -> None:
         """A worker was picked, by cache or by load alone."""
         self._requests.labels("load" if decision.why else "cache").inc()
         if decision.why and decision.taken.query.tokens:
-            self._by_load(decision.why)
-
-    def _by_load(self, why: str) -> None:
-        """One line now and then: behind a broken tokenizer every request comes here."""
-        now = time.monotonic()
-        self._untold += 1
-        if now - self._told >= _LOG_EVERY:
-            log.warning("picked_by_load", why=why, count=self._untold)
-            self._told, self._untold = now, 0
+            log.warning("picked_by_load", why=decision.why, cost=_BLIND)
 
     def refused(self, refused: Refused) -> None:
         """A request got an error instead."""
@@ -125,7 +115,7 @@ class ExtProcService:
             return await exchange.answer(message)
         except Exception:
             # In FULL_DUPLEX_STREAMED mode a stream that just ends sends an empty body upstream.
-            log.exception("ext_proc_failed", cost="the request gets status 500")
+            log.error("ext_proc_failed", exception=frames_of(e), cost="the request gets status 500")
             self._metrics.failed()
             exchange.over = True
             return [refusal(500, "internal", "the endpoint picker failed; its log says how")]
