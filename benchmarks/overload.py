@@ -1,28 +1,33 @@
 """Load beyond what a daemon can take, and what it does then: run by hand, prints figures.
 
-    PYTHONPATH=.:tests python benchmarks/overload.py [seconds]
+    PYTHONPATH=.:tests python benchmarks/overload.py [--seconds 60] [--calls 1000000]
 
-Three parts: callers with deadlines of 1 ms; a publisher far above the sustainable rate with Redis
-slowed down; calls of which a third is cancelled. Short forms of all three are tests.
+Three parts: callers with deadlines of 1 ms; a publisher that sends as fast as it can, far above the
+sustainable rate; calls that are all cancelled. Short forms of all three are tests.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+import asyncio
+import random
 import tempfile
 import time
 from collections import Counter
 from typing import Any
 
+import grpc
 from daemon import Daemon, serving
 from reliability import QUICK, counter, matched, stored
-from test_field_rpc import _cancel_some, rss
+from test_field_rpc import rss
 
 from kvindexd import chain
 from kvindexd.testing.engine import FakeEngine
 from kvindexd.v1 import index_pb2 as pb
+from kvindexd.v1 import index_pb2_grpc
 
 MIB = 1 << 20
+CALLERS = 64
 
 
 def crowd(daemon: Daemon) -> None:
@@ -65,18 +70,50 @@ def flood(daemon: Daemon, engine: FakeEngine, seconds: float) -> None:
     )
 
 
+async def _cancel_all(address: str, calls: int) -> Counter[str]:
+    """Calls that are all cancelled, most of them after they have reached the server."""
+    ends: Counter[str] = Counter()
+    prompt = pb.Prompt(model="m", token_ids=chain.pack_tokens([*range(16 * 3 + 1)]))
+    request = pb.ScoreWorkersRequest(prompt=prompt)
+
+    async def some(stub: Any, count: int, rng: random.Random) -> None:
+        for _ in range(count):
+            call = stub.ScoreWorkers(request, timeout=20)
+            await asyncio.sleep(rng.choice((0.0, 0.0, 0.001, 0.003)))
+            ends["cancelled" if call.cancel() else "answered before"] += 1
+
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = index_pb2_grpc.KVIndexStub(channel)
+        async with asyncio.TaskGroup() as group:
+            for n in range(CALLERS):
+                group.create_task(some(stub, calls // CALLERS, random.Random(n)))
+    return ends
+
+
 def cancelled(daemon: Daemon, calls: int) -> None:
-    """Calls of which a third is cancelled."""
+    """Cancelled calls in ten parts, and the daemon's memory after each."""
     assert daemon.process is not None
-    _cancel_some(daemon, calls // 4)
-    before = rss(daemon.process.pid)
-    _cancel_some(daemon, calls)
-    print(f"cancelled: {calls} calls; RSS {(rss(daemon.process.pid) - before) / MIB:+.1f} MiB")
+    ends: Counter[str] = Counter()
+    memory: list[float] = []
+    began = time.monotonic()
+    for part in range(11):  # the first fills caches and pools, and is not counted
+        done = asyncio.run(_cancel_all(daemon.ready["grpc"], calls // 10))
+        ends += done if part else Counter()
+        memory.append(round(rss(daemon.process.pid) / MIB, 1))
+        print(f"cancelled: part {part} of 10, RSS {memory[-1]} MiB", flush=True)
+    assert matched(daemon, 3) == 3
+    print(
+        f"cancelled: {dict(ends)} in {time.monotonic() - began:.0f} s; "
+        f"RSS {memory[1]} MiB after the first tenth, {memory[-1]} MiB after the last"
+    )
 
 
 def main() -> None:
     """All parts, one after the other."""
-    seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 60.0
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0, help="length of the flood")
+    parser.add_argument("--calls", type=int, default=1_000_000, help="calls to cancel")
+    options = parser.parse_args()
     settings = QUICK | {
         "ingest.lease_ttl": 20.0,
         "ingest.rcvhwm": 5000,
@@ -92,8 +129,8 @@ def main() -> None:
         engine.publish([stored(0, 3)])
         daemon.until_seq("w", 0)
         crowd(daemon)
-        cancelled(daemon, int(200 * seconds))
-        flood(daemon, engine, seconds)
+        flood(daemon, engine, options.seconds)
+        cancelled(daemon, options.calls)
 
 
 if __name__ == "__main__":
