@@ -10,10 +10,12 @@ from kvindexd.registration import Registration
 
 
 class Wanted(NamedTuple):
-    """One worker rank as a source sees it. `draining`: it is to get no new requests."""
+    """One worker rank as a source sees it. `draining`: it is to get no new requests. `starting`:
+    it is not to be registered yet, though it may stay if it is."""
 
     registration: Registration
     draining: bool = False
+    starting: bool = False
 
 
 View = Mapping[WorkerKey, Wanted]
@@ -102,9 +104,10 @@ def plan(
             if there is not None and _is_ours(owner, before.get(key), there):
                 result.actions.append(Deregister(key, there.raw))
         elif there is None:
-            result.actions.append(Register(wanted.registration, False, b""))
-            if wanted.draining:
-                result.actions.append(Drain(key, True))
+            if not wanted.starting:
+                result.actions.append(Register(wanted.registration, False, b""))
+                if wanted.draining:
+                    result.actions.append(Drain(key, True))
         elif there.registration is None or not _may_write(owner, there.registration.source):
             who = there.registration.source if there.registration is not None else "unreadable"
             result.conflicts[key] = who or "RegisterWorker"
@@ -143,6 +146,10 @@ def _is_ours(owner: Owner, before: Wanted | None, there: Known) -> bool:
 def _update(
     owner: Owner, key: WorkerKey, wanted: Wanted, there: Known, old: Registration, result: Plan
 ) -> None:
+    """Another process behind the name voids what the old one held, also before it is ready."""
+    if wanted.starting and old.instance != wanted.registration.instance:
+        result.actions.append(Deregister(key, there.raw))
+        return
     if old != wanted.registration:
         replaced = wanted.registration.replaces_cache(old)
         result.actions.append(Register(wanted.registration, replaced, there.raw))
