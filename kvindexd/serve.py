@@ -42,6 +42,7 @@ from kvindexd.serving import Serving
 from kvindexd.store import Store, StoreOptions
 from kvindexd.store.embedded import EmbeddedServer
 from kvindexd.telemetry import Metrics, MetricsServer, set_log_level
+from kvindexd.ui import Ui
 
 log = structlog.get_logger(__name__)
 
@@ -71,6 +72,7 @@ class Daemon:
         self.on_reload(lambda c: set_log_level(c.log.level), "log.level")
         self._protection = Protection(config, self._metrics)
         self._picking: Picking | None = None
+        self._ui: Ui | None = None
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
         self._bound: dict[str, str] = {}
@@ -86,6 +88,8 @@ class Daemon:
             if self._role != "sidecar":
                 replica = self._replica(store)
                 self._picking = Picking(self._config, self._metrics, store, replica)
+                if self._config.metrics.ui and self._config.metrics.listen:
+                    self._ui = Ui(replica, self._metrics, self._role)
             supervisor: Supervisor | None = None
             if self._role != "scorer":
                 supervisor = Supervisor(store, self._ingest_settings(), self._metrics)
@@ -249,6 +253,8 @@ class Daemon:
         yield "log", telemetry.tell_repeats()
         if self._picking is not None:
             yield "picking", self._picking.run()
+        if self._ui is not None:
+            yield "ui", self._ui.run()
         if supervisor is not None:
             yield "ingest", supervisor.run()
             e = self._config.engine_metrics
@@ -277,6 +283,7 @@ class Daemon:
             not_ready,
             host,
             port,
+            self._ui,
             protected=self._protection.http("metrics"),
         )
         bound_host, bound_port = await server.start()
@@ -308,6 +315,7 @@ class Daemon:
             self._protection,
             private=private,
             main=self._part.tail if self._part is not None else "",
+            ui=self._ui,
         )
         return await serving.start(stack, self._bound)
 

@@ -37,6 +37,7 @@ from kvindexd.security.protection import Protection
 from kvindexd.store import Store
 from kvindexd.telemetry import Metrics
 from kvindexd.tokens import Tokens, TokenSettings
+from kvindexd.ui import Ui
 
 log = structlog.get_logger(__name__)
 
@@ -60,6 +61,7 @@ class Serving:
         *,
         private: str = "",
         main: str = "",
+        ui: Ui | None = None,
     ) -> None:
         """`supervisor`: of the ranks that this process ingests itself, for TailWorker. `private`:
         where further processes reach this one; `main`: where a further one reaches the first."""
@@ -75,6 +77,7 @@ class Serving:
         self._streams = Shares(config.limits.streams_per_client)
         self._private = private
         self._main = main
+        self._ui = ui
 
     async def start(
         self, stack: AsyncExitStack, bound: MutableMapping[str, str]
@@ -89,6 +92,8 @@ class Serving:
         await tokens.start()
         for server in servers.values():
             server.add(INDEX, index_handlers(index))
+        if self._ui is not None:
+            self._ui.serve(index, fleet.account)
         admin = admin_handlers(self._admin(fleet, stack))
         calls = Admission(c.limits.max_concurrent_calls)
         servers.get("admin", servers["grpc"]).add(ADMIN, admin, calls)

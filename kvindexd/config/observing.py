@@ -10,9 +10,10 @@ from kvindexd.config.base import Section
 
 
 class MetricsConfig(Section, frozen=True, kw_only=True):
-    """The HTTP server of /metrics, /healthz and /readyz."""
+    """The HTTP server of /metrics, /healthz, /readyz and /ui."""
 
     listen: Annotated[str, Meta(description='host:port; "" = off')] = "127.0.0.1:9400"
+    ui: Annotated[bool, Meta(description="Show operators a read-only page at /ui")] = True
 
 
 class LogConfig(Section, frozen=True, kw_only=True):
