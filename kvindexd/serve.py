@@ -91,8 +91,9 @@ class Daemon:
                 if self._config.metrics.ui and self._config.metrics.listen:
                     self._ui = Ui(replica, self._metrics, self._role)
             supervisor: Supervisor | None = None
+            gate = self._protection.gate
             if self._role != "scorer":
-                supervisor = Supervisor(store, self._ingest_settings(), self._metrics)
+                supervisor = Supervisor(store, self._ingest_settings(), self._metrics, gate)
             discovery = await self._discover(store, supervisor)
             await stack.enter_async_context(self._metrics_server(replica))
             private = ""
@@ -260,7 +261,9 @@ class Daemon:
             e = self._config.engine_metrics
             if e.interval:
                 settings = MetricsSettings(e.interval, e.timeout, e.path)
-                engines = EngineMetrics(store, supervisor.registrations, settings)
+                engines = EngineMetrics(
+                    store, supervisor.registrations, settings, self._protection.gate
+                )
                 yield "engine-metrics", engines.run()
             if replica is not None:
                 yield "follow", follow(store, replica, supervisor)

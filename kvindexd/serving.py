@@ -165,6 +165,7 @@ class Serving:
             TokenSettings(t.models, t.loras, t.timeout, t.cache_tokens),
             lambda model: fleet.any_address(self._config.ext_proc.namespace, model),
             lambda model: failures.labels(model).inc(),
+            self._protection.gate.host,
         )
 
     def _ext_proc(self, index: PickService, tokens: Tokens) -> ExtProcServer:

@@ -13,6 +13,8 @@ import structlog
 
 from kvindexd.model import WorkerKey
 from kvindexd.registration import Registration
+from kvindexd.security.gate import Gate
+from kvindexd.security.networks import Forbidden
 from kvindexd.store import NotRegistered, StoreError
 
 log = structlog.get_logger(__name__)
@@ -86,14 +88,16 @@ def parse_page(text: str, dp_rank: int = 0) -> EngineLoad:
     return EngineLoad(int(running or 0), int(waiting or 0), min(1.0, usage or 0.0))
 
 
-async def read_page(address: str, path: str, within: float) -> str:
-    """The page at http://address/path. Raises EngineMetricsError, within so many seconds."""
+async def read_page(address: str, path: str, within: float, gate: Gate | None = None) -> str:
+    """The page at http://address/path. Raises EngineMetricsError, within so many seconds; also for
+    an address that `gate` forbids."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise EngineMetricsError(f"address {address!r} has no port")
     try:
         async with asyncio.timeout(within):
-            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            where = await (gate or Gate()).host(host.strip("[]"))
+            reader, writer = await asyncio.open_connection(where, int(port))
             try:
                 writer.write(
                     f"GET {path} HTTP/1.0\r\nHost: {address}\r\nAccept: text/plain\r\n\r\n".encode()
@@ -104,6 +108,8 @@ async def read_page(address: str, path: str, within: float) -> str:
                 writer.close()
     except TimeoutError:
         raise EngineMetricsError(f"no answer within {within:g} s") from None
+    except Forbidden as e:
+        raise EngineMetricsError(str(e)) from None
     except OSError as e:
         raise EngineMetricsError(f"cannot connect to {address}: {e}") from None
     head, _, body = raw.partition(b"\r\n\r\n")
@@ -132,7 +138,9 @@ class EngineMetrics:
         store: LoadStore,
         registrations: Callable[[], Iterable[Registration]],
         settings: MetricsSettings,
+        gate: Gate | None = None,
     ) -> None:
+        self._gate = gate
         self._store = store
         self._registrations = registrations
         self._settings = settings
@@ -158,7 +166,7 @@ class EngineMetrics:
     async def _read(self, registration: Registration) -> None:
         key, s = registration.key, self._settings
         try:
-            page = await read_page(registration.address, s.path, s.timeout)
+            page = await read_page(registration.address, s.path, s.timeout, self._gate)
             load = parse_page(page, registration.dp_rank)
             async with asyncio.timeout(s.timeout):
                 await self._store.report_load(key, SOURCE, msgspec.msgpack.encode(load))

@@ -33,6 +33,7 @@ from kvindexd.ingest.transport import Delivery, Subscriber, SubscriberSettings
 from kvindexd.ingest.writer import RankWriter
 from kvindexd.rank_state import Options
 from kvindexd.registration import Registration
+from kvindexd.security.gate import Endpoints
 from kvindexd.store import Store
 from kvindexd.store.errors import NotRegistered, StoreUnavailable
 from kvindexd.store.records import Lease
@@ -107,7 +108,9 @@ class Session:
         counters: RankCounters,
         context: zmq.Context[zmq.Socket[bytes]],
         judge: Judge,
+        endpoints: Endpoints,
     ) -> None:
+        """`endpoints`: what to connect to, the registration's or what its names stand for."""
         self._registration = registration
         self._name = str(registration.key)
         self._store = store
@@ -119,10 +122,10 @@ class Session:
         self.listeners: set[Listener] = set()
         self._inbox: asyncio.Queue[_Item] = asyncio.Queue(_INBOX)
         self._replay: ReplayClient | None = None
-        if registration.replay_endpoint:
+        if endpoints.replay:
             self._replay = ReplayClient(
                 ReplaySettings(
-                    endpoint=registration.replay_endpoint,
+                    endpoint=endpoints.replay,
                     reply_timeout=settings.replay_timeout,
                     max_event_bytes=settings.max_event_bytes,
                 ),
@@ -130,7 +133,7 @@ class Session:
             )
         self._subscriber = Subscriber(
             SubscriberSettings(
-                endpoint=registration.kv_events_endpoint,
+                endpoint=endpoints.events,
                 topic=registration.topic,
                 bind=registration.bind_events,
                 max_event_bytes=settings.max_event_bytes,
@@ -334,7 +337,7 @@ class Session:
                 self._counters.add(f"dropped:{action.reason}")
 
     def _restarted(self, action: Restarted) -> None:
-        asked = action.reason == RESYNC
+        asked = action.reason in (RESYNC, "repair")
         self._counters.add("resyncs" if asked else "restarts")
         self.lost = 0
         emit = self._log.info if asked else self._log.warning

@@ -12,6 +12,7 @@ from kvindexd.ingest.transport import new_context
 from kvindexd.ingest.worker import IngestSettings, RankIngest
 from kvindexd.model import WorkerKey
 from kvindexd.registration import Registration
+from kvindexd.security.gate import Gate
 from kvindexd.store import Store
 from kvindexd.telemetry import Metrics
 
@@ -25,10 +26,14 @@ class Supervisor:
     """Runs a RankIngest per rank. `set_rank` and `drop_rank` may be called at any time while
     `run` runs; a rank whose task fails is started again, and its neighbours notice nothing."""
 
-    def __init__(self, store: Store, settings: IngestSettings, metrics: Metrics) -> None:
+    def __init__(
+        self, store: Store, settings: IngestSettings, metrics: Metrics, gate: Gate | None = None
+    ) -> None:
+        """`gate`: says where ranks may be; None = anywhere."""
         self._store = store
         self._settings = settings
         self._metrics = metrics
+        self._gate = gate or Gate()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._ranks: dict[WorkerKey, tuple[RankIngest, asyncio.Task[None]]] = {}
         self._wanted: dict[WorkerKey, Registration] = {}
@@ -97,7 +102,9 @@ class Supervisor:
 
     def _start(self, tasks: asyncio.TaskGroup, registration: Registration) -> None:
         assert self._context is not None  # noqa: S101 - set by run
-        rank = RankIngest(registration, self._store, self._settings, self._metrics, self._context)
+        rank = RankIngest(
+            registration, self._store, self._settings, self._metrics, self._context, self._gate
+        )
         task = tasks.create_task(self._guard(rank), name=f"rank {rank.key}")
         self._ranks[rank.key] = (rank, task)
 

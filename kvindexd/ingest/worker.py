@@ -17,6 +17,8 @@ from kvindexd.ingest.session import IngestSettings, Session
 from kvindexd.ingest.transport import TransportError
 from kvindexd.registering import register_again
 from kvindexd.registration import Registration
+from kvindexd.security.gate import Endpoints, Gate, Unresolved, endpoints_of
+from kvindexd.security.networks import Forbidden
 from kvindexd.store import Store
 from kvindexd.store.errors import (
     Fenced,
@@ -32,6 +34,9 @@ log = structlog.get_logger(__name__)
 
 __all__ = ["IngestSettings", "RankIngest"]
 
+_LOOK_AGAIN = {Forbidden: 10.0, Unresolved: 1.0}
+"""Seconds until a name that leads nowhere, or where it must not, is looked up again."""
+_RESOLVE_EVERY = 5.0
 _NO_EVENTS = "prompts score 0 here until it publishes"
 _NO_HITS = "every prompt scores 0 here; groups.treat_as can override a kind"
 
@@ -50,13 +55,18 @@ class RankIngest:
         settings: IngestSettings,
         metrics: Metrics,
         context: zmq.Context[zmq.Socket[bytes]],
+        gate: Gate,
     ) -> None:
+        """`gate`: says whether, and where, the rank's endpoints may be connected to."""
         self.registration = registration
         self.key = registration.key
         self._store = store
         self._settings = settings
         self._metrics = metrics
         self._context = context
+        self._gate = gate
+        self._barred = ""
+        self._linked = False
         self._log = log.bind(worker=str(self.key))
         self.counters = RankCounters(str(self.key), metrics)
         self.session: Session | None = None
@@ -83,6 +93,8 @@ class RankIngest:
                     await self._wait_for_registration(e)
             except Fenced as e:
                 self._stepped_down("deposed", e)
+            except (Forbidden, Unresolved) as e:
+                await asyncio.sleep(_LOOK_AGAIN[type(e)] * random.uniform(0.8, 1.2))  # noqa: S311
             except (StoreError, TransportError) as e:
                 self._stepped_down("failed", e)
                 await asyncio.sleep(random.uniform(0.5, 1.5))  # noqa: S311 - jitter
@@ -168,7 +180,14 @@ class RankIngest:
             await asyncio.sleep(self._settings.lease_ttl)
 
     async def _own(self, lease: Lease) -> None:
-        """Everything done under one lease."""
+        """Everything done under one lease. Raises Forbidden or Unresolved, with the lease given
+        back, where nothing may be connected to."""
+        try:
+            endpoints = await self._gate.endpoints(self.registration)
+        except (Forbidden, Unresolved) as e:
+            await self._bar(lease, e)
+            raise
+        self._barred = ""
         session = Session(
             self.registration,
             self._store,
@@ -177,15 +196,50 @@ class RankIngest:
             self.counters,
             self._context,
             self.judge,
+            endpoints,
         )
         self.session = session
         try:
-            await session.run()
+            await self._run(session, endpoints)
         except BaseExceptionGroup as group:
             raise _cause(group) from None
         finally:
             self.session = None
             await self._hand_over(session)
+
+    async def _run(self, session: Session, endpoints: Endpoints) -> None:
+        if endpoints == endpoints_of(self.registration):
+            await session.run()
+            return
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(session.run(), name=f"session {self.key}")
+            tasks.create_task(self._follow_names(endpoints), name=f"names {self.key}")
+
+    async def _follow_names(self, endpoints: Endpoints) -> None:
+        """End the session when its engine is gone and its name stands for another address: sockets
+        are given addresses, and would try the old one for ever."""
+        while True:
+            await asyncio.sleep(_RESOLVE_EVERY)
+            if not self._linked:
+                try:
+                    now = await self._gate.endpoints(self.registration)
+                except Unresolved:
+                    continue
+                if now != endpoints:
+                    raise TransportError(f"{endpoints.events} is {now.events} now")
+
+    async def _bar(self, lease: Lease, why: Forbidden | Unresolved) -> None:
+        """Say why nothing is connected to, here and in the store, and give the lease back."""
+        self.state, self.detail = "STALE", str(why)
+        if str(why) != self._barred:
+            self._barred = str(why)
+            self._log.warning("rank_barred", why=str(why), cost="nothing is known of the rank")
+        try:
+            evidence = {"state": "STALE", "detail": str(why), "last_event_ms": 0}
+            await self._store.renew(lease, None, evidence)
+            await self._store.release(lease)
+        except StoreError as e:
+            self._log.info("lease_not_released", error=str(e))
 
     async def _hand_over(self, session: Session) -> None:
         """Write what is queued and release the lease, if it is still ours and the store answers."""
@@ -200,6 +254,7 @@ class RankIngest:
 
     def judge(self, link: Link, session: Session, now: float) -> tuple[str, str]:
         """(state, detail) as operators see them; logs each change of finding once."""
+        self._linked = link.state is LinkState.CONNECTED
         self.state, self.detail = self._judged(link, session, now)
         return self.state, self.detail
 

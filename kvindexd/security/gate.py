@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
+from typing import NamedTuple
 
 from kvindexd.registration import Registration
 from kvindexd.security.networks import Forbidden, NetworkPolicy, Place, literal, place_of
@@ -16,6 +17,18 @@ from kvindexd.security.networks import Forbidden, NetworkPolicy, Place, literal,
 
 class Unresolved(OSError):
     """A name has no address now."""
+
+
+class Endpoints(NamedTuple):
+    """ZMQ endpoints of one rank; `replay` "" = none."""
+
+    events: str
+    replay: str
+
+
+def endpoints_of(registration: Registration) -> Endpoints:
+    """The endpoints as they are registered."""
+    return Endpoints(registration.kv_events_endpoint, registration.replay_endpoint)
 
 
 class Gate:
@@ -85,6 +98,14 @@ class Gate:
         if place is None or bind:
             return endpoint
         return _endpoint(place._replace(host=await self.host(place.host, what)))
+
+    async def endpoints(self, registration: Registration) -> Endpoints:
+        """What to connect to for a rank. Raises Forbidden or Unresolved."""
+        events, replay = endpoints_of(registration)
+        return Endpoints(
+            await self.endpoint(events, "events", bind=registration.bind_events),
+            await self.endpoint(replay, "replay"),
+        )
 
     async def check(self, registration: Registration) -> None:
         """Raise Forbidden, naming the field, for a registration that leads where it must not.

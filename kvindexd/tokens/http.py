@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
 from kvindexd import tracing
@@ -21,7 +22,10 @@ class HttpError(Exception):
 class HttpClient:
     """Callers set the time limit, by cancelling."""
 
-    def __init__(self) -> None:
+    def __init__(self, resolve: Callable[[str], Awaitable[str]] | None = None) -> None:
+        """`resolve`: gives the address to connect to for a host; raises ValueError, saying why,
+        where there must be no connection."""
+        self._resolve = resolve
         self._idle: dict[tuple[str, int], list[Pipe]] = {}
 
     async def post(self, url: str, body: bytes) -> bytes:
@@ -66,7 +70,13 @@ class HttpClient:
             if not pipe[0].at_eof() and not pipe[1].is_closing():
                 return pipe, True
             pipe[1].close()
-        return await asyncio.open_connection(*where), False
+        host, port = where
+        if self._resolve is not None:
+            try:
+                host = await self._resolve(host)
+            except ValueError as e:
+                raise HttpError(str(e)) from None
+        return await asyncio.open_connection(host, port), False
 
     async def _exchange(
         self, where: tuple[str, int], pipe: Pipe, request: bytes

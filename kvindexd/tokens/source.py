@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
@@ -70,12 +70,14 @@ class Tokens:
         settings: TokenSettings,
         worker_of: Callable[[str], str | None] = lambda _: None,
         on_failure: Callable[[str], None] = lambda _: None,
+        resolve: Callable[[str], Awaitable[str]] | None = None,
     ) -> None:
-        """`worker_of`: host:port of a live worker of a model. `on_failure`: told the model."""
+        """`worker_of`: host:port of a live worker of a model. `on_failure`: told the model.
+        `resolve`: gives the address to connect to for a worker's host, see HttpClient."""
         self._settings = settings
         self._worker_of = worker_of
         self._on_failure = on_failure
-        self._client = HttpClient()
+        self._client, self._engines = HttpClient(), HttpClient(resolve)
         self._executor = ThreadPoolExecutor(_THREADS, "tokenize")
         self._states = {m: _State(self._source(m, s)) for m, s in settings.models.items()}
         self._cache: OrderedDict[bytes, bytes] = OrderedDict()
@@ -89,7 +91,7 @@ class Tokens:
                 address = self._worker_of(model)
                 return f"http://{address}" if address else None
 
-            return EngineTokenizer(self._client, base)
+            return EngineTokenizer(self._engines, base)
         if setting.startswith(("http://", "https://")):
             return EngineTokenizer(self._client, lambda: setting.rstrip("/"))
         return LocalTokenizer(setting, self._executor)
@@ -111,6 +113,7 @@ class Tokens:
         await asyncio.gather(*running, return_exceptions=True)
         self._executor.shutdown(wait=False, cancel_futures=True)
         await self._client.close()
+        await self._engines.close()
 
     def base_of(self, model: str) -> tuple[str, str]:
         """(model as workers registered it, adapter name or "") of a model as clients name it."""
