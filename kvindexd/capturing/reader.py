@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from kvindexd.capturing import records
 from kvindexd.capturing.folder import FolderCapture, is_folder_capture
@@ -50,6 +51,7 @@ class FileCapture:
         self.name = path.name
         self._path = path
         self.cut = ""
+        self._damage = ""
         self.unknown = 0
         with path.open("rb") as file:
             line = next(self._lines(file), None)
@@ -77,14 +79,16 @@ class FileCapture:
                 if record is None:
                     self.unknown += 1
                     continue
-                yield record
                 if isinstance(record, EndRecord):
-                    self.cut = ""
-                    return
+                    # To the end of the file, where a checksum tells of damage to what was read.
+                    for _ in lines:
+                        pass
+                    self.cut = self._damage
+                yield record
 
     def _lines(self, file: BinaryIO) -> Iterator[bytes]:
         """Whole lines. `cut` is set to what is missing before the last one is given out."""
-        self.cut = "no end marker: the capture was cut short"
+        self.cut, self._damage = "no end marker: the capture was cut short", ""
         rest: list[bytes] = []
         size = 0
         for data in self._unpacked(file):
@@ -106,10 +110,14 @@ class FileCapture:
             if not packed:
                 yield data
             else:
+                before = inflate.copy()
                 try:
                     out = inflate.decompress(data)
                 except zlib.error as e:
-                    self.cut = f"damaged near byte {file.tell()} ({e})"
+                    end = file.tell()
+                    self._damage = f"damaged between bytes {end - len(data)} and {end} ({e})"
+                    self.cut = self._damage
+                    yield _until_damage(before, data)
                     return
                 yield out
                 if inflate.eof:
@@ -117,3 +125,12 @@ class FileCapture:
                     if data:
                         continue
             data = file.read(_CHUNK)
+
+
+def _until_damage(inflate: Any, data: bytes) -> bytes:
+    """What can be had of a damaged piece, byte by byte."""
+    out = []
+    with contextlib.suppress(zlib.error):
+        for i in range(len(data)):
+            out.append(inflate.decompress(data[i : i + 1]))
+    return b"".join(out)

@@ -22,7 +22,8 @@ _GZIP = 31
 """zlib's window bits for the gzip container."""
 _LEVEL = 3
 """Token ids hardly compress further at higher levels, which cost several times the CPU."""
-_UNFLUSHED = 1 << 20
+_MEMBER = 1 << 20
+"""Bytes of text in one gzip member, which has a checksum of its own."""
 _FLUSH_SECONDS = 0.5
 
 
@@ -48,9 +49,9 @@ class CaptureWriter:
             raise CaptureError(
                 f"{path} exists: name another file, or use --force to replace it"
             ) from None
-        self._deflate = zlib.compressobj(_LEVEL, zlib.DEFLATED, _GZIP)
+        self._deflate = _new_member()
         self._clock = clock
-        self._unflushed = 0
+        self._unflushed = self._member = 0
         self._flushed_at = clock()
         self.frames = 0
         self.messages = 0
@@ -77,12 +78,16 @@ class CaptureWriter:
             self.payload_bytes += sum(map(len, record.parts))
         line = records.encode(record)
         self._unflushed += len(line)
+        self._member += len(line)
         self._put(self._deflate.compress(line))
+        if self._member >= _MEMBER:
+            self._put(self._deflate.flush(zlib.Z_FINISH))
+            self._deflate, self._member = _new_member(), 0
+            self._unflushed, self._flushed_at = 0, self._clock()
 
     def flush_if_due(self) -> None:
-        """Flush when enough has gathered, or half a second has passed."""
-        due = self._clock() - self._flushed_at >= _FLUSH_SECONDS
-        if self._unflushed and (due or self._unflushed >= _UNFLUSHED):
+        """Flush when half a second has passed since the last one."""
+        if self._unflushed and self._clock() - self._flushed_at >= _FLUSH_SECONDS:
             self.flush()
 
     def flush(self) -> None:
@@ -113,3 +118,7 @@ class CaptureWriter:
             written = self._file.write(data)
             self.size += written
             data = data[written:]
+
+
+def _new_member() -> zlib._Compress:
+    return zlib.compressobj(_LEVEL, zlib.DEFLATED, _GZIP)
