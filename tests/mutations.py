@@ -204,6 +204,13 @@ MUTATIONS = [
         f"{GAPS} -k silent_replay",
     ),
     m(
+        "what was lost while replay was silent is never read back",
+        f"{I}/order.py",
+        "self.missed = self.missed or reason in _UNANSWERED",
+        "self.missed = False",
+        f"{GAPS} -k silent_replay",
+    ),
+    m(
         "no back-off after a failed replay",
         f"{I}/sequencer.py",
         "self._retry_at = now + wait * self._rng.uniform(0.5, 1.0)",

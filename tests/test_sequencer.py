@@ -165,7 +165,7 @@ def test_a_silent_replay_server_costs_the_hole_and_then_a_backoff() -> None:
     assert only(s.live(frame(10), 2.0 + 60), AskReplay), "the next attempt comes after the backoff"
 
 
-def test_what_a_silent_server_cost_can_be_read_back_once_it_answers() -> None:
+def test_what_a_silent_server_cost_is_read_back_once_it_answers() -> None:
     s = fed(range(3))
     ask = asked(s.live(frame(5), 0.0))
     s.replay_ended(ask.request_id, TIMEOUT, 2.0)
@@ -175,12 +175,38 @@ def test_what_a_silent_server_cost_can_be_read_back_once_it_answers() -> None:
     again = asked(s.tick(wake))
     for i in range(again.start, 6):
         s.replayed(again.request_id, frame(i), wake)
-    assert s.replay_ended(again.request_id, COMPLETE, wake) == []
+    out = s.replay_ended(again.request_id, COMPLETE, wake)
+    assert only(out, Restarted) == [Restarted("repair", 5)]
+    request = asked(out)
+    assert request.start == 0
+    assert applied(
+        [a for i in range(6) for a in s.replayed(request.request_id, frame(i), wake)]
+    ) == [*range(6)]
+    assert s.replay_ended(request.request_id, COMPLETE, wake) == [], "once"
     assert not s.unverified
-    request = asked(s.resync(wake)).request_id
-    assert applied([a for i in range(6) for a in s.replayed(request, frame(i), wake)]) == [
-        *range(6)
-    ]
+
+
+def test_a_hole_in_the_buffer_itself_is_not_read_again_and_again() -> None:
+    s = fed(range(3))
+    ask = asked(s.live(frame(5), 0.0))
+    s.replay_ended(ask.request_id, TIMEOUT, 2.0)
+    todo = only(s.tick(s.wake_at or 0.0), AskReplay)
+    seen: list[object] = []
+    for _ in range(10):
+        if not todo:
+            break
+        request = todo.pop()
+        out: list[object] = []
+        for i in (0, 1, 2, 5):  # the lost ones were never in it
+            if i >= request.start:
+                out += s.replayed(request.request_id, frame(i), 9.0)
+        out += s.replay_ended(request.request_id, COMPLETE, 9.0)
+        todo += only(out, AskReplay)
+        seen += out
+    assert not todo, "it comes to an end"
+    assert [r.reason for r in only(seen, Restarted)] == ["repair"]
+    assert {lost.reason for lost in only(seen, Lost)} == {"not_in_buffer"}
+    assert (s.last_seq, s.unverified) == (5, False)
 
 
 def test_backoff_grows_has_jitter_and_is_bounded() -> None:

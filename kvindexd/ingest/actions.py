@@ -79,7 +79,9 @@ class Restarted(NamedTuple):
     """A new incarnation of the engine's cache: raise the epoch, clear the rank, then go on.
 
     `reason`: `sequence_back`, `replay_mismatch`, `replay_conflict`, `replay_empty`, `unverified`,
-    `clock_back` or `resync`. `last_seq`: where the old incarnation ended for us, -1 = nowhere.
+    `clock_back`, `resync`, or `repair` (the same engine's buffer is read anew, because it answers
+    again and batches were lost while it did not). `last_seq`: where the old incarnation ended for
+    us, -1 = nowhere.
     """
 
     reason: str

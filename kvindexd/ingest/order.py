@@ -7,6 +7,8 @@ from kvindexd.ingest.backlog import Applied, Held
 from kvindexd.ingest.frame import Frame
 
 _NEVER = float("-inf")
+_UNANSWERED = frozenset({"backoff", "timeout", "replay_failed"})
+"""Losses that say nothing of what the engine's buffer holds."""
 
 
 class Order:
@@ -17,6 +19,7 @@ class Order:
         self.applied = Applied(history, state.history)
         self.held = Held()
         self.began = state.began  # engine clock of this incarnation's first batch
+        self.missed = False  # batches were given up that a replay may yet bring
         self._gaps_to = -1  # holes up to here have been reported
 
     @property
@@ -40,6 +43,7 @@ class Order:
         last = self.last_seq
         self.applied = Applied(self._history)
         self.began = None
+        self.missed = False
         self._gaps_to = -1
         return last
 
@@ -95,3 +99,4 @@ class Order:
         if first <= last:
             self.report_gap(upto, out)
             out.append(Lost(first, last, reason))
+            self.missed = self.missed or reason in _UNANSWERED

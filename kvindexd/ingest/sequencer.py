@@ -95,8 +95,8 @@ class Sequencer:
     def unverified(self) -> bool:
         """No replay has been had since the last (re)connection, or since one failed.
 
-        When this falls after a Lost, the engine answers again: `resync` then reads back what its
-        buffer holds, the lost batches among it.
+        When this falls after a Lost, the engine answers again, and what its buffer holds is read
+        back, the lost batches among it.
         """
         return self._sync_pending
 
@@ -201,6 +201,8 @@ class Sequencer:
             reason = "timeout" if outcome is ReplayOutcome.TIMEOUT else "replay_failed"
         self._suspected, self._suspect_until = False, None
         self._settle(flight, reason, now, out)
+        if self._flight is None and outcome is ReplayOutcome.COMPLETE and self._order.missed:
+            out += self.resync(now, "repair")
         return out
 
     def tick(self, now: float) -> list[Action]:
@@ -211,10 +213,10 @@ class Sequencer:
             self._ask("probe" if self._suspected else "connect", out, from_zero=self._suspected)
         return out
 
-    def resync(self, now: float) -> list[Action]:
+    def resync(self, now: float, why: str = "resync") -> list[Action]:
         """Forget everything and read the engine's buffer from its beginning."""
         out: list[Action] = []
-        self._forget("resync", out)
+        self._forget(why, out)
         if self._config.replay:
             self._sync_pending = True
             self._ask("resync", out)
