@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from kvindexd.model import WorkerKey
+
+
+class BlockInfo(NamedTuple):
+    """What the table knows of one block. `length`: tokens from the root to its end.
+
+    `holders`: (column, ids of the table's planes whose bit is set), by column.
+    """
+
+    parent: int
+    length: int
+    holders: list[tuple[int, list[int]]]
 
 
 class Columns:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvindexd.model import ADD, Plane, WorkerKey
-from kvindexd.replica.columns import Columns, bits_of
+from kvindexd.replica.columns import BlockInfo, Columns, bits_of
 from kvindexd.replica.index import Index, Names, Rows
 from kvindexd.replica.lane import Lane, RowStack
+from kvindexd.survey import Links
 
 Words = npt.NDArray[np.uint64]
 Mutations = npt.NDArray[np.void]
@@ -23,17 +23,6 @@ APPLY_SLICE = 4096
 """Mutations handled at once: 1-2 ms. A caller on an event loop passes no more per call."""
 SCRUB_ROWS = 8192
 """Rows scrubbed per step: 1-4 ms, most of it for rows that fall free."""
-
-
-class BlockInfo(NamedTuple):
-    """What the table knows of one block. `length`: tokens from the root to its end.
-
-    `holders`: (column, ids of the table's planes whose bit is set), by column.
-    """
-
-    parent: int
-    length: int
-    holders: list[tuple[int, list[int]]]
 
 
 class Table:
@@ -376,6 +365,13 @@ class Table:
     def counts(self, column: int) -> npt.NDArray[np.int64]:
         """Blocks held per plane of the table, by plane id."""
         return np.copy(self._counts[:, column])
+
+    def links(self, low: int, count: int) -> Links | None:
+        """Views of `count` rows from `low` on, 1 being the first; None behind the last row."""
+        rows = slice(low, min(self._top, low + count))
+        if low >= self._top:
+            return None
+        return Links(self._index.names.a[rows], self._parents.a[rows], self._lengths.a[rows])
 
     def block(self, name: int) -> BlockInfo | None:
         """All that is known of one block; None when nobody holds it."""

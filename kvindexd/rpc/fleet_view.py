@@ -86,6 +86,10 @@ class FleetView:
         self._candidates[view.key] = ((view, view.generation), made, identity)
         return made, identity
 
+    def scopes(self) -> list[Scope]:
+        """All models of all namespaces that have a registered rank."""
+        return [self._scope(view) for view in self._replica.scopes() if view.members]
+
     def models(self, namespace: str) -> list[str]:
         """Models that have a registered rank in the namespace."""
         return sorted(self._replica.models(namespace))

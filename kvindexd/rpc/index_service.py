@@ -16,12 +16,12 @@ from kvindexd.registration import RoleName
 from kvindexd.rpc import codec, lines
 from kvindexd.rpc.budget import Admission, in_time
 from kvindexd.rpc.errors import Context, NotFound, RequestError, refuse
+from kvindexd.rpc.explaining import Asked, add_groups, divergence
 from kvindexd.rpc.prompt import query_of, tokenized
-from kvindexd.scoring.explain import MISSING, PREDICTED, Run, runs
 from kvindexd.scoring.picker import Choice, Picker
 from kvindexd.scoring.query import Query
 from kvindexd.scoring.quickrank import quick, quick_rank
-from kvindexd.scoring.scorer import Probes, Scored, TablePresence, score
+from kvindexd.scoring.scorer import Scored, score
 from kvindexd.tokens import Tokens
 from kvindexd.v1 import index_pb2 as pb
 from kvindexd.v1 import index_pb2_grpc
@@ -41,6 +41,10 @@ class Fleet(Protocol):
 
     def models(self, namespace: str) -> list[str]:
         """Models that ever had a worker registered in the namespace."""
+        ...
+
+    def scopes(self) -> list[Scope]:
+        """All models of all namespaces that have a registered rank."""
         ...
 
     def revision(self) -> str:
@@ -92,6 +96,7 @@ class IndexService(index_pb2_grpc.KVIndexServicer):
         self._refused = refused
         self._picker = picker or Picker()
         self._admission = Admission(max_concurrent_calls)
+        self._searching = asyncio.Lock()
         self.tokens: Tokens | None = None
         """Makes token ids of text; without it, text is refused."""
 
@@ -274,37 +279,15 @@ class IndexService(index_pb2_grpc.KVIndexServicer):
         scope, query, chosen = await self._candidates(request)
         scored = score(scope.table, query, chosen.panel, explain=True)
         ranked = self._rank(request, query, chosen.members, scored)
-        response = pb.ExplainResponse()
+        response = pb.ExplainResponse(prompt_tokens=query.tokens)
+        adapters = self.tokens.adapters_of(scope.model) if self.tokens is not None else ()
+        asked = Asked(scope, query, chosen, scored, adapters, self._searching)
         for choice in ranked[: request.options.top_k or len(ranked)]:
-            shape = choice.member.candidate
-            explained = response.workers.add(score=line(choice))
-            presence = TablePresence(Probes(scope.table, query), shape.geometry, [shape.column])
-            if not shape.geometry.block_size or query.keys(shape.geometry.unit) is None:
-                continue
-            for run in runs(presence, shape.geometry, query.tokens):
-                explained.groups.add(
-                    group=pb.Group(
-                        idx=max(0, run.spec.idx),
-                        kind=run.spec.kind,
-                        block_size=run.spec.block_size,
-                        sliding_window=run.spec.window,
-                    ),
-                    held=self._with_predicted(query, choice, run),
-                    stops_at=run.stops_at,
-                    why=run.why,
-                )
+            add_groups(response.workers.add(score=line(choice)), asked, choice, self._picker)
+        found = await divergence(asked, self._fleet)
+        if found is not None:
+            response.divergence.CopyFrom(found)
         return response
-
-    def _with_predicted(self, query: Query, choice: Choice, run: Run) -> bytes:
-        """A run's bytes with the blocks that are missing and predicted marked as such."""
-        predicted = self._picker.predicted_blocks(
-            query, choice.member, run.spec.block_size, time.monotonic()
-        )
-        held = bytearray(run.held)
-        for i, yes in enumerate(predicted):
-            if yes and held[i] == MISSING:
-                held[i] = PREDICTED
-        return bytes(held)
 
 
 def asked_for(

@@ -41,12 +41,15 @@ def runs(presence: Presence, shape: Geometry, tokens: int) -> list[Run]:
 def _run(
     presence: Presence, shape: Geometry, spec: Spec, tokens: int, limit: int, found: Match
 ) -> Run:
-    held = np.zeros(tokens // spec.block_size, np.uint8)
+    size = spec.block_size
+    held = np.zeros(tokens // size, np.uint8)
     for tier, value in ((Tier.STORAGE, STORAGE), (Tier.HOST, HOST), (Tier.DEVICE, DEVICE)):
-        if spec.block_size in spec.sizes[tier]:
-            bits = presence.held(spec.plane(tier, spec.block_size), spec.block_size)
+        # Of an offloaded chunk every block can be loaded.
+        for entry in (e for e in spec.sizes[tier] if e % size == 0):
+            bits = presence.held(spec.plane(tier, entry), entry)
             if bits is not None:
-                held[bits[:, 0]] = value
+                blocks = np.repeat(bits[:, 0], entry // size)
+                held[: len(blocks)][blocks] = value
     return Run(
         spec, held.tobytes(), limit // spec.block_size, _why(shape, spec, held, limit, found)
     )

@@ -27,19 +27,40 @@ class Query:
         items: Sequence[chain.Item] = (),
     ) -> None:
         self._packed = packed
-        self._root = chain.root_key(lora_name, cache_salt)
-        self._items = tuple(items)
+        self.lora_name, self.cache_salt = lora_name, cache_salt
+        self.root = chain.root_key(lora_name, cache_salt)
+        """Chain key at the prompt's start."""
+        self.items = tuple(items)
         self._keys: dict[int, Names] = {}
         self._names: dict[tuple[int, int, int], Names] = {}
         self.tokens = len(packed) // 4
         """Prompt length in tokens."""
 
+    @property
+    def packed(self) -> bytes:
+        """The token ids, uint32 little-endian; empty where they are not known."""
+        return self._packed
+
+    def varied(
+        self,
+        *,
+        packed: bytes | None = None,
+        root: int | None = None,
+        items: Sequence[chain.Item] | None = None,
+    ) -> Query:
+        """The same prompt with other tokens, another root or other items."""
+        made = Query(
+            self._packed if packed is None else packed, items=self.items if items is None else items
+        )
+        made.root = self.root if root is None else root
+        return made
+
     async def hash(self, unit: int) -> None:
         """Compute the keys for a unit ahead of `keys`, letting others run in between."""
         if unit in self._keys or len(self._packed) <= SLICE * 4:
             return
-        extras = chain.item_extras(self._items, unit) if self._items else {}
-        key, parts = self._root, []
+        extras = chain.item_extras(self.items, unit) if self.items else {}
+        key, parts = self.root, []
         per_slice = SLICE // unit
         for first in range(0, len(self._packed) // (4 * unit), per_slice):
             part = self._packed[first * unit * 4 : (first + per_slice) * unit * 4]
@@ -54,8 +75,8 @@ class Query:
         """The chain key at every unit boundary; None when it cannot be known for this unit."""
         found = self._keys.get(unit)
         if found is None:
-            extras = chain.item_extras(self._items, unit) if self._items else None
-            keys = chain.extend_packed(self._root, self._packed, unit, extras)
+            extras = chain.item_extras(self.items, unit) if self.items else None
+            keys = chain.extend_packed(self.root, self._packed, unit, extras)
             found = self._keys[unit] = np.frombuffer(keys, np.uint64)
         return found
 

@@ -13,6 +13,7 @@ from kvindexd.model import Plane, Profile, Tier
 from kvindexd.scoring.geometry import Geometry, WorkerOptions, geometry
 from kvindexd.scoring.match import Bools, Match, match
 from kvindexd.scoring.query import Names, Query
+from kvindexd.survey import Links
 
 Words = npt.NDArray[np.uint64]
 Rows = npt.NDArray[np.int64]
@@ -29,6 +30,10 @@ class Table(Protocol):
 
     def masks(self, rows: Rows, plane: int) -> Words:
         """[names, words]: bit `column` tells whether that worker holds the name in the plane."""
+        ...
+
+    def links(self, low: int, count: int) -> Links | None:
+        """`count` rows from `low` on, 1 being the first; None behind the last row."""
         ...
 
     def find_plane(self, plane: Plane) -> int | None:

@@ -96,6 +96,10 @@ class Tokens:
             return EngineTokenizer(self._client, lambda: setting.rstrip("/"))
         return LocalTokenizer(setting, self._executor)
 
+    def adapters_of(self, model: str) -> list[str]:
+        """Names of the adapters that are configured for a base model."""
+        return sorted(name for name, base in self._settings.loras.items() if base == model)
+
     async def start(self) -> None:
         """Read tokenizers' files; one that cannot be read is logged, and tried again later."""
         for model, state in self._states.items():
