@@ -172,13 +172,6 @@ class Store:
             for shard in range(self.shards)
         }
 
-    async def memory(self) -> dict[int, tuple[int, int]]:
-        """(bytes used, limit in bytes; 0 = none) of each shard's server."""
-        return {
-            shard: await checks.memory(self._client, slot_of_shard(shard))
-            for shard in range(self.shards)
-        }
-
     async def verify(self) -> StoreHealth:
         """Compare the servers and their data with what was there at the last look.
 
