@@ -62,7 +62,7 @@ def part_config(config: Config, bound: dict[str, str], store_url: str, index: in
         metrics = f"{host}:{port + index if port else 0}"
     return replace(
         config,
-        server=replace(config.server, listen=bound["grpc"]),
+        server=replace(config.server, listen=bound["grpc"], admin_listen=bound.get("admin", "")),
         ext_proc=replace(config.ext_proc, listen=bound.get("ext_proc", "")),
         metrics=replace(config.metrics, listen=metrics),
         redis=replace(config.redis, url=store_url),

@@ -10,6 +10,7 @@ import grpc
 import typer
 from grpc_health.v1 import health_pb2_grpc
 
+from kvindexd.cli.credentials import open_channel
 from kvindexd.cli.output import fail, progress
 from kvindexd.v1 import index_pb2_grpc
 
@@ -52,7 +53,7 @@ _OPTIONS = (
 @contextmanager
 def channel(server: str) -> Iterator[Client]:
     """Open a channel to `server`; its RpcErrors are the caller's."""
-    with grpc.insecure_channel(server, options=list(_OPTIONS)) as made:
+    with open_channel(server, _OPTIONS) as made:
         yield Client(
             index_pb2_grpc.KVIndexStub(made),
             index_pb2_grpc.KVIndexAdminStub(made),

@@ -15,6 +15,7 @@ from kvindexd.cli import (
     capture,
     config_commands,
     conformance,
+    credentials,
     doctor,
     layout,
     prompts,
@@ -70,6 +71,7 @@ def options(
 
 for _module in COMMANDS:
     _module.register(app)
+credentials.install(app)
 
 
 def main() -> None:

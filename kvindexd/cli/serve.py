@@ -14,6 +14,7 @@ import uvloop
 from kvindexd.config import Config, ConfigError, load
 from kvindexd.processes import Part
 from kvindexd.registration import InvalidRegistration
+from kvindexd.security.exposure import check_exposure
 from kvindexd.serve import Daemon, Role
 from kvindexd.store import StoreError
 from kvindexd.telemetry import configure_logging, tell_rest
@@ -108,6 +109,8 @@ def run(
         )
         return 2
     try:
+        if role != "sidecar":
+            check_exposure(config)
         # Calls and batches leave no cycles to speak of; looking for them among millions of blocks
         # is what would hold the loop up.
         gc.set_threshold(50_000, 20, 100)
