@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any, NoReturn
 
 import grpc
+import structlog
 
+log = structlog.get_logger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
+
+_FIELD = re.compile(r"[a-z_]+(\[\d+\])?(\.[a-z_]+)*(?=: )")
+"""The field that a message begins with; what follows may quote the request, and is not logged."""
 
 _PUSHBACK = (10, 60)
 """Milliseconds that a client which is shed should wait, spread so that they do not all return at
@@ -80,6 +86,8 @@ class Denied(RequestError):
 async def refuse(context: Context, error: RequestError) -> NoReturn:
     """End a call with an error's status and message, and with `grpc-retry-pushback-ms` where
     trying again makes sense: gRPC's own retries obey it."""
+    named = _FIELD.match(str(error))
+    log.debug("call_refused", code=error.code.name, field=named[0] if named else "")
     trailers: tuple[tuple[str, str], ...] = ()
     if error.retry:
         trailers = (("grpc-retry-pushback-ms", str(random.randint(*_PUSHBACK))),)  # noqa: S311

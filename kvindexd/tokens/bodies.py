@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from array import array
 from typing import Any, Literal
@@ -17,7 +16,16 @@ _PATHS: dict[str, Kind] = {
     "/v1/responses": "responses",
     "/v1/messages": "messages",
 }
-_NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
+_NAMES = frozenset(
+    """
+    text input_text output_text refusal image image_url image_embeds input_image audio audio_url
+    input_audio video video_url file input_file document search_result tool_use tool_result
+    thinking redacted_thinking reasoning function_call function_call_output item_reference
+    custom_tool_call custom_tool_call_output web_search_call file_search_call computer_call
+    computer_call_output mcp_call dict list str int float bool NoneType gzip br deflate zstd
+    """.split()  # noqa: SIM905 - a list of words reads better than 40 strings
+)
+"""Parts of messages, items of responses, types of JSON, and encodings of bodies."""
 _NONE = msgspec.Raw(b"null")
 _CONTENT = {
     "completions": "prompt",
@@ -127,7 +135,7 @@ def text_request(text: str, model: str) -> Request:
 def named(text: object) -> str:
     """A name that a client sent, for a message; "unknown" where it may be anything else, such as
     part of a prompt."""
-    return text if isinstance(text, str) and _NAME.fullmatch(text) else "unknown"
+    return text if isinstance(text, str) and text in _NAMES else "unknown"
 
 
 def decode(raw: msgspec.Raw, name: str) -> Any:

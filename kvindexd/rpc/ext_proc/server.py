@@ -53,6 +53,7 @@ class ExtProcMetrics:
     def refused(self, refused: Refused) -> None:
         """A request got an error instead."""
         self._requests.labels(str(refused.status)).inc()
+        log.debug("request_refused", status=refused.status, code=refused.code)
 
     def served(self, how: str) -> None:
         """The gateway told who served."""
