@@ -66,7 +66,8 @@ def ask_json(daemon: Daemon, path: str, **more: Any) -> Any:
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """Two workers that hold a prompt, one of hybrid groups and one with a hostile name."""
     folder = str(tmp_path_factory.mktemp("store"))
-    with serving(index__data_dir=folder) as daemon, FakeEngine() as plain, FakeEngine() as hybrid:
+    settings = {"index.data_dir": folder, "pick.prediction_ttl": 0}
+    with serving(**settings) as daemon, FakeEngine() as plain, FakeEngine() as hybrid:
         prompt, part = fresh(24), 16 * 10
         daemon.register("w0", hybrid.endpoint(), labels={"rack": HOSTILE})
         daemon.register(HOSTILE, plain.endpoint(), address="evil.test:8000")

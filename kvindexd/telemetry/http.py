@@ -35,6 +35,7 @@ _HEALTH = ("/healthz", "/readyz")
 """Open to all: whoever probes has no credentials, and learns little."""
 _REQUEST_TIMEOUT = 10.0
 _MAX_HEAD = 16_384
+_LINGER = 1.0
 
 
 class Request(NamedTuple):
@@ -146,8 +147,11 @@ class MetricsServer:
         try:
             async with asyncio.timeout(_REQUEST_TIMEOUT):
                 certificate = writer.get_extra_info("peercert")
-                writer.write(await self._exchange(reader, certificate))
+                response, unread = await self._exchange(reader, certificate)
+                writer.write(response)
                 await writer.drain()
+                if unread:
+                    await _linger(reader, writer)
         except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
@@ -157,9 +161,9 @@ class MetricsServer:
 
     async def _exchange(
         self, reader: asyncio.StreamReader, certificate: Mapping[str, Any] | None
-    ) -> bytes:
-        """Read one request; its response in wire form."""
-        with_body = True
+    ) -> tuple[bytes, bool]:
+        """Read one request; its response in wire form, and whether something is left unread."""
+        with_body, unread = True, False
         try:
             head = await reader.readuntil(b"\r\n\r\n")
             request = _parse(head.decode("latin-1"))
@@ -170,15 +174,15 @@ class MetricsServer:
                 request = request._replace(body=await self._body(request, reader))
             response = await self._page(request)
         except asyncio.LimitOverrunError:
-            response = text(400, "request head too long")
+            response, unread = text(400, "request head too long"), True
         except _Refused as refused:
-            response = refused.response
+            response, unread = refused.response, True
         except (asyncio.IncompleteReadError, ConnectionError):
             raise
         except Exception as error:
             log.exception("page_failed", error=repr(error))
             response = text(500, "a fault of kvindexd; its log says more")
-        return _wire(response, with_body)
+        return _wire(response, with_body), unread
 
     def _check(self, request: Request, certificate: Mapping[str, Any] | None) -> None:
         if self._protected is None or request.path in _HEALTH:
@@ -212,6 +216,17 @@ class MetricsServer:
             return text(503, why) if why else text(200, "ready")
         found = await self._pages.answer(request) if self._pages is not None else None
         return found or text(404, "see /metrics, /healthz and /readyz")
+
+
+async def _linger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Read what a refused caller is still sending: closing on it would reset the connection, and
+    the answer be lost with it."""
+    if writer.can_write_eof():
+        writer.write_eof()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_LINGER):
+            while await reader.read(_MAX_HEAD):
+                pass
 
 
 def _parse(head: str) -> Request:
