@@ -14,10 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 from kvindexd import __version__
+from kvindexd.cli.explain_page import strip
 from kvindexd.cli.main import app
 from kvindexd.cli.options import parse_prompt
 from kvindexd.cli.output import plain
-from kvindexd.cli.prompts import strip
 from kvindexd.v1 import index_pb2 as pb
 from kvindexd.v1 import index_pb2_grpc
 
@@ -92,7 +92,7 @@ INDEX = {
                     pb.GroupRun(
                         group=WORKER.groups[0],
                         held=bytes([1, 1, 2, 3, 4, 0]),
-                        stops_at=80,
+                        stops_at=5,
                         why="block 5 is not held",
                     )
                 ],
@@ -234,7 +234,7 @@ def test_score_without_filters_sets_none(script: Script) -> None:
 def test_explain_draws_a_strip(script: Script) -> None:
     shown = run("explain", "[1, 2]")
     assert "██▓▒░·" in shown
-    assert "stops at 80 tokens: block 5 is not held" in shown
+    assert "stops at block 5 (token 80): block 5 is not held" in shown
     assert json.loads(run("explain", "[1]", "--json"))["workers"][0]["groups"][0]["held"] == [
         *(1, 1, 2, 3, 4, 0)
     ]

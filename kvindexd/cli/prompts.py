@@ -2,91 +2,37 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
-from kvindexd.cli.client import (
-    CALL_TIMEOUT,
-    DEFAULT_SERVER,
-    NamespaceOption,
-    ServerOption,
-    connect,
-)
-from kvindexd.cli.options import (
-    LabelOption,
-    PromptArgument,
-    RoleName,
-    parse_labels,
-    parse_prompt,
-)
-from kvindexd.cli.output import JsonOption, console, print_json, state_text, table
+from kvindexd.cli import compare
+from kvindexd.cli.asking import about_a_prompt
+from kvindexd.cli.client import CALL_TIMEOUT, DEFAULT_SERVER, ServerOption, connect
+from kvindexd.cli.explain_page import print_explanation, reusable
+from kvindexd.cli.options import parse_prompt
+from kvindexd.cli.output import JsonOption, console, plain, print_json, state_text, table
 from kvindexd.v1 import index_pb2 as pb
-
-ModelOption = Annotated[str, typer.Option(help="Model id; default: the only live one.")]
-LoraOption = Annotated[str, typer.Option(help="Adapter name.")]
-SaltOption = Annotated[str, typer.Option(help="The engine's cache salt.")]
-CandidateOption = Annotated[
-    list[str] | None,
-    typer.Option("--candidate", help="Worker id or address to consider; repeatable."),
-]
-TopOption = Annotated[int, typer.Option("--top-k", min=0, help="Best N only; 0 = all.")]
-StaleOption = Annotated[bool, typer.Option("--include-stale", help="Include STALE workers.")]
-DeviceOption = Annotated[bool, typer.Option("--device-only", help="Count the device tier alone.")]
-RoleOption = Annotated[RoleName | None, typer.Option(help="Only workers of this role.")]
-
-STRIP_WIDTH = 64
-"""Cells of a heat strip, at most; longer prompts put several blocks into a cell."""
-
-# Of the blocks in one cell the worst is shown: missing, then predicted, storage, host, device.
-_BADNESS = {1: 0, 2: 1, 3: 2, 4: 3, 0: 4}
-_GLYPHS = {
-    0: ("·", "red"),
-    1: ("█", "green"),
-    2: ("▓", "yellow"),
-    3: ("▒", "magenta"),
-    4: ("░", "cyan"),
-}
-_LEGEND = "█ device  ▓ host  ▒ storage  ░ predicted  · missing"
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
-    app.command("score")(score)
-    app.command("explain")(explain)
+    app.command("score")(about_a_prompt(score))
+    app.command("explain")(about_a_prompt(explain))
 
 
 def score(
-    prompt: PromptArgument,
-    model: ModelOption = "",
-    namespace: NamespaceOption = "",
-    lora_name: LoraOption = "",
-    cache_salt: SaltOption = "",
+    request: pb.ScoreWorkersRequest,
     explain: Annotated[
         bool, typer.Option("--explain", help="Say why each match stops where it does.")
     ] = False,
-    candidate: CandidateOption = None,
-    top_k: TopOption = 0,
-    role: RoleOption = None,
-    label: LabelOption = None,
-    include_stale: StaleOption = False,
-    device_only: DeviceOption = False,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
     """Say how much of a prompt each worker would reuse, best first."""
-    options = pb.ScoreOptions(
-        explain=explain,
-        top_k=top_k,
-        role=None if role is None else role.name,
-        labels=parse_labels(label),
-        include_stale=include_stale,
-        device_only=device_only,
-    )
-    what = _prompt(prompt, model, namespace, lora_name, cache_salt)
-    request = pb.ScoreWorkersRequest(prompt=what, candidates=candidate or [], options=options)
+    request.options.explain = explain
     with connect(server) as client:
         answer = client.index.ScoreWorkers(request, timeout=CALL_TIMEOUT)
     if as_json:
@@ -96,46 +42,68 @@ def score(
 
 
 def explain(
-    prompt: PromptArgument,
-    model: ModelOption = "",
-    namespace: NamespaceOption = "",
-    lora_name: LoraOption = "",
-    cache_salt: SaltOption = "",
-    candidate: CandidateOption = None,
-    top_k: TopOption = 0,
-    role: RoleOption = None,
-    label: LabelOption = None,
-    include_stale: StaleOption = False,
-    device_only: DeviceOption = False,
+    request: pb.ScoreWorkersRequest,
+    against: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="File with a second prompt, in the same form: say where they part; repeatable.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
-    """Show per worker, block by block, what is held and why the match stops."""
-    options = pb.ScoreOptions(
-        explain=True,
-        top_k=top_k,
-        role=None if role is None else role.name,
-        labels=parse_labels(label),
-        include_stale=include_stale,
-        device_only=device_only,
-    )
-    what = _prompt(prompt, model, namespace, lora_name, cache_salt)
-    request = pb.ScoreWorkersRequest(prompt=what, candidates=candidate or [], options=options)
+    """Show per worker, block by block, what is held and why the match stops.
+
+    Where nothing is held, forms of the prompt that mistakes make of it are looked for: with or
+    without a BOS, another adapter or salt, another model or namespace. The index holds hashes
+    only; --against compares with a prompt that you have, such as the one that the engine saw.
+    """
+    request.options.explain = True
+    differences = _compared(request.prompt, against or [])
+    if not as_json:
+        # Needs no server, so that it is there even without one.
+        _print_differences(console(), differences)
     with connect(server) as client:
         answer = client.index.Explain(request, timeout=CALL_TIMEOUT)
+    sizes = sorted({w.score.block_size for w in answer.workers if w.score.block_size})
     if as_json:
-        print_json(answer)
-    else:
-        _print_explanation(answer)
+        compared = [compare.as_json(name, d, sizes) for name, d in differences]
+        print_json(plain(answer) | ({"against": compared} if compared else {}))
+        return
+    if sizes:
+        _print_blocks(console(), differences, sizes)
+    print_explanation(console(), answer)
 
 
-def _prompt(
-    argument: str, model: str, namespace: str, lora_name: str, cache_salt: str
-) -> pb.Prompt:
-    prompt = parse_prompt(argument)
-    prompt.model, prompt.namespace = model, namespace
-    prompt.lora_name, prompt.cache_salt = lora_name, cache_salt
-    return prompt
+def _compared(prompt: pb.Prompt, files: list[Path]) -> list[tuple[str, compare.Difference]]:
+    out = []
+    for path in files:
+        try:
+            out.append((str(path), compare.compare(prompt, parse_prompt(f"@{path}"))))
+        except compare.Incomparable as e:
+            raise typer.BadParameter(f"{path}: {e}", param_hint="--against") from None
+    return out
+
+
+def _print_differences(out: Console, differences: list[tuple[str, compare.Difference]]) -> None:
+    for name, d in differences:
+        out.print(compare.sentence(name, d))
+    if len(differences) > 1:
+        name = differences[compare.nearest([d for _, d in differences])][0]
+        out.print(f"nearest: {name}")
+
+
+def _print_blocks(
+    out: Console, differences: list[tuple[str, compare.Difference]], sizes: list[int]
+) -> None:
+    """In which of the workers' blocks the prompts part, which only the workers tell."""
+    for name, d in differences:
+        if d.form == "tokens" and d.at is not None:
+            out.print(f"parts from {name} in {', '.join(compare.block(d, s) for s in sizes)}")
+    if differences:
+        out.print()
 
 
 def _print_scores(answer: pb.ScoreWorkersResponse, explain: bool) -> None:
@@ -162,51 +130,3 @@ def _print_scores(answer: pb.ScoreWorkersResponse, explain: bool) -> None:
             *([s.reason] if explain else []),
         )
     out.print(shown)
-
-
-def reusable(score: pb.WorkerScore) -> str:
-    """Reusable tokens; with `<=` in front where they are an upper bound."""
-    return f"{'<= ' if score.upper_bound else ''}{score.reusable_tokens:,}"
-
-
-def _print_explanation(answer: pb.ExplainResponse) -> None:
-    out = console()
-    if not answer.workers:
-        out.print("no worker matches; see `kvindexd workers list`")
-        return
-    for worker in answer.workers:
-        s = worker.score
-        head = Text(f"{s.worker_id} rank {s.dp_rank}  ", "bold")
-        head.append_text(state_text(pb.WorkerState.Name(s.state)))
-        head.append(f"  reuses {reusable(s)} tokens, matches {s.matched_tokens:,}")
-        out.print(head)
-        for run in worker.groups:
-            _print_run(out, run)
-        if s.reason:
-            out.print(f"  {s.reason}")
-        out.print()
-    out.print(_LEGEND)
-
-
-def _print_run(out: Console, run: pb.GroupRun) -> None:
-    group = run.group
-    per_cell = -(-len(run.held) // STRIP_WIDTH) or 1
-    scale = f", {per_cell} blocks per cell" if per_cell > 1 else ""
-    kind = group.kind or "(kind not on the wire)"
-    out.print(
-        f"  group {group.idx} {kind}, {group.treated_as}, {len(run.held):,} blocks of "
-        f"{group.block_size}{scale}"
-    )
-    out.print(Text("  ").append_text(strip(run.held)))
-    out.print(f"  stops at {run.stops_at:,} tokens" + (f": {run.why}" if run.why else ""))
-
-
-def strip(held: bytes, width: int = STRIP_WIDTH) -> Text:
-    """A heat strip: one cell per block, or per run of blocks, which then shows the worst one."""
-    per_cell = -(-len(held) // width) or 1
-    cells = Text()
-    for start in range(0, len(held), per_cell):
-        worst = max(held[start : start + per_cell], key=lambda b: _BADNESS.get(b, 4))
-        glyph, style = _GLYPHS.get(worst, _GLYPHS[0])
-        cells.append(glyph, style)
-    return cells
