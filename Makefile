@@ -7,7 +7,7 @@ PROTO_VENV := .venv-proto
 PROTOS := $(shell find proto -name '*.proto')
 PROTOC = $(PROTO_VENV)/bin/python -m grpc_tools.protoc -I proto
 
-.PHONY: venv proto proto-check lint format types redis pytest test demo demo-envoy bench soak clean
+.PHONY: venv proto proto-check lint format types redis browser pytest test demo demo-envoy bench soak clean
 
 venv: $(VENV)/.stamp
 
@@ -50,7 +50,13 @@ redis:
 	@command -v redis-server >/dev/null || .ci/need redis-server \
 		|| echo "redis: no redis-server; the tests that need one will fail" >&2
 
-pytest: venv redis
+# Not fatal: the tests of the web page are then skipped.
+browser:
+	@[ -n "$$KVINDEXD_TEST_BROWSER" ] || command -v chromium-headless-shell chromium-shell chromium \
+		google-chrome >/dev/null || .ci/need chromium-headless-shell \
+		|| echo "browser: no Chromium; the tests of the web page are skipped" >&2
+
+pytest: venv redis browser
 	$(PY) -m pytest $(PYTEST_ARGS)
 
 test: venv proto-check lint types pytest
