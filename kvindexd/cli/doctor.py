@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import structlog
 import typer
 from rich.text import Text
 
@@ -119,6 +121,8 @@ def _settings(path: Path | None, redis: str | None) -> tuple[Config | Missing, s
 
 
 def _gathered(ask: Ask) -> Facts:
+    # What the parts that are tried would log is in the findings; standard output is the report's.
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     with channel(ask.server) as client, progress("looking at the deployment") as advance:
         return asyncio.run(gather(ask, client, advance))
 

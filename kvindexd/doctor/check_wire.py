@@ -32,6 +32,8 @@ def _port(endpoint: str) -> str:
 )
 def endpoint_unreachable(f: Facts) -> Outcome:
     for r in ranks(f):
+        if r.after.bind_events:
+            continue
         if isinstance(r.events, Missing):
             yield Skip(r.name, r.events.why)
         elif r.events.problem and not _connects(r):
@@ -69,6 +71,8 @@ def _connects(r: Rank) -> bool:
 )
 def publisher_connects(f: Facts) -> Outcome:
     for r in ranks(f):
+        if r.after.bind_events:
+            continue
         if isinstance(r.events, Missing):
             yield Skip(r.name, r.events.why)
         elif isinstance(r.address, Missing):

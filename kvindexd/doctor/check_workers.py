@@ -18,7 +18,7 @@ _CLAIMED = re.compile(r"its batches say rank (\d+)")
 _GRACE = 30.0
 _PARKED = 100
 _STORES = 10
-"""Stores of a main group after which its neighbours should have shown themselves."""
+"""Stores of a rank after which all of its groups should have shown themselves."""
 
 
 def ranks(f: Facts) -> list[Rank]:
@@ -99,6 +99,11 @@ def no_events(f: Facts) -> Outcome:
             yield Hit(r.name, what, {"detail": r.after.detail, "grace": grace})
 
 
+def _stores(r: Rank) -> int:
+    """Stores that its engine announced since it was first registered."""
+    return sum(r.total("event:BlockStored").values())
+
+
 @book.check(
     "none-admitted",
     ERROR,
@@ -109,9 +114,9 @@ def no_events(f: Facts) -> Outcome:
 )
 def none_admitted(f: Facts) -> Outcome:
     for r in ranks(f):
-        stores = sum(g.stores for g in r.after.groups)
+        stores = _stores(r)
         kinds = sorted({g.kind for g in r.after.groups})
-        if stores and all(g.treated_as == "ignored" for g in r.after.groups):
+        if kinds and all(g.treated_as == "ignored" for g in r.after.groups):
             what = f"0 of {stores} stores admitted, all of kind {', '.join(kinds)}"
             fix = f'[groups]\ntreat_as = {{ "{kinds[0]}" = "main" }}'
             yield Hit(r.name, what, {"stores": stores, "kinds": kinds}, fix)
@@ -131,8 +136,8 @@ def unknown_kind(f: Facts) -> Outcome:
         strange = sorted({g.kind for g in r.after.groups if g.kind not in known})
         ignored = [g for g in r.after.groups if g.treated_as == "ignored"]
         if strange and len(ignored) < len(r.after.groups):
-            groups = {g.kind: g.stores for g in r.after.groups}
-            yield Hit(r.name, f"groups of kind {', '.join(strange)}", {"stores": groups})
+            evidence = {"kinds": strange, "filtered": r.total("filtered:")}
+            yield Hit(r.name, f"groups of kind {', '.join(strange)}", evidence)
 
 
 @book.check(
@@ -180,8 +185,7 @@ def groups_missing(f: Facts) -> Outcome:
         kinds = shown.setdefault((r.after.namespace, r.after.model), set())
         kinds |= {g.kind for g in r.after.groups if g.kind in AUXILIARY_KINDS}
     for r in ranks(f):
-        stores = sum(g.stores for g in r.after.groups if g.treated_as == "main")
-        if r.after.hidden_groups or stores < _STORES:
+        if r.after.hidden_groups or _stores(r) < _STORES:
             continue
         seen = {g.idx for g in r.after.groups}
         holes = sorted(set(range(max(seen, default=0))) - seen)
