@@ -171,7 +171,7 @@ def cpp() -> list[str]:
     if known.returncode:
         pytest.skip("pkg-config knows no grpc++ and protobuf: libgrpc++-dev is not installed")
     make = ["make", "-j2", f"BUILD={BUILD / 'cpp'}", "CXXFLAGS=-O0 -Werror"]
-    done = subprocess.run(make, cwd=CLIENTS / "cpp", capture_output=True, text=True, timeout=120)
+    done = subprocess.run(make, cwd=CLIENTS / "cpp", capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return [str(BUILD / "cpp" / "score")]
 
