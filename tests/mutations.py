@@ -147,7 +147,7 @@ MUTATIONS = [
     ),
     m(
         "a missing record is taken for a deregistration",
-        f"{I}/writer.py",
+        "kvindexd/registering.py",
         "if registration.key not in await store.leases():",
         "if True:",
         f"{RESTART} -k vanish",
