@@ -49,8 +49,13 @@ async def _was_lost(store: Store, birth: str, gone: Sequence[Registration]) -> b
             for registration in gone:
                 await register(store, registration, restoring=True)
         except StoreError as e:
-            log.warning("store_not_verified", error=str(e))
+            log.warning("store_not_verified", error=str(e), action="trying again")
             await asyncio.sleep(1.0)
         else:
-            log.warning("workers_registered_again", count=len(gone), why="the store is empty")
+            log.warning(
+                "workers_registered_again",
+                count=len(gone),
+                why="the store is empty",
+                fix="see why the store lost its data",
+            )
             return True

@@ -123,7 +123,11 @@ async def register_again(
         reason = "its record was deleted behind our back"
     outcome = await register(store, registration, restoring=True)
     log.warning(
-        "registered_again", worker=str(registration.key), reason=reason, outcome=outcome.value
+        "registered_again",
+        worker=str(registration.key),
+        reason=reason,
+        outcome=outcome.value,
+        fix="see why the store lost its data",
     )
     return store.birth
 
@@ -178,7 +182,12 @@ class Registrar:
             await self._gate.check(wanted)
         except Forbidden as e:
             self._refused("forbidden_endpoint")
-            log.warning("registration_forbidden", worker=str(wanted.key), why=str(e))
+            log.warning(
+                "registration_forbidden",
+                worker=str(wanted.key),
+                why=str(e),
+                fix="register an endpoint that [registration] allows, or allow this one",
+            )
             raise
 
     async def register(self, wanted: Registration, others: int = 0) -> Outcome:

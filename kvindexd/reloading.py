@@ -97,7 +97,13 @@ class Reloads:
             except Exception as e:
                 failed += 1
                 name = getattr(hook.part, "__qualname__", repr(hook.part))
-                log.error("reload_part_failed", part=name, keys=hook.keys, error=str(e) or repr(e))
+                log.error(
+                    "reload_part_failed",
+                    part=name,
+                    keys=hook.keys,
+                    error=str(e) or repr(e),
+                    cost="that part goes on with its old settings",
+                )
         return failed
 
 

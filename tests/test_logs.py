@@ -245,7 +245,7 @@ def test_scoring_leaves_nothing_private(rig: Rig) -> None:
 
 
 def test_bad_requests_leave_nothing_private(rig: Rig) -> None:
-    before = len(rig.daemon.events("call_refused"))
+    before = len(rig.daemon.events("call_ended_in_error"))
     for body in (
         b"{ quokka",
         b'{"model": "m", "messages": "axolotl"}',
@@ -257,7 +257,7 @@ def test_bad_requests_leave_nothing_private(rig: Rig) -> None:
         assert rig.ask(openai_body=body) != "OK"
         rig.chat(body, _path="/v1/chat/completions")
     assert rig.ask(openai_body=b"{}", openai_path="/v1/kakapo") == "INVALID_ARGUMENT"
-    refused = rig.daemon.events("call_refused")[before:]
+    refused = rig.daemon.events("call_ended_in_error")[before:]
     assert {"INVALID_ARGUMENT"} <= {line["code"] for line in refused}
     assert "prompt.openai_body" in {line["field"] for line in refused}
     assert rig.daemon.events("request_refused")[-1]["code"] == "invalid_body"

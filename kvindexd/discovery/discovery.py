@@ -158,6 +158,12 @@ async def _guarded(source: Source, report: Report) -> None:
         try:
             await source.run(report)
         except Exception as e:
-            log.exception("discovery_source_failed", source=source.name, error=repr(e))
+            log.exception(
+                "discovery_source_failed",
+                source=source.name,
+                error=repr(e),
+                action="starting it again",
+                fix="report this",
+            )
             report.failed(f"internal error: {e!r}")
             await asyncio.sleep(backoff.next())

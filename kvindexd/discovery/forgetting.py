@@ -109,4 +109,9 @@ class Forgetting:
         self._metrics.errors.labels(LEASES).inc()
         if str(error) != self._failure:
             self._failure = str(error)
-            log.warning("discovery_failed", source=LEASES, error=str(error))
+            log.warning(
+                "discovery_failed",
+                source=LEASES,
+                error=str(error),
+                cost="workers that are gone stay listed until it works",
+            )

@@ -68,7 +68,13 @@ class Member:
         if why != self._failure:
             self._failure = why
             kept = len(self.view)
-            log.warning("discovery_failed", source=self.name, error=why, workers_kept=kept)
+            log.warning(
+                "discovery_failed",
+                source=self.name,
+                error=why,
+                workers_kept=kept,
+                cost="workers come and go unnoticed until it works",
+            )
 
     def works(self) -> None:
         """Looking works."""
@@ -80,7 +86,13 @@ class Member:
         for what, why in problems.items():
             if self._unusable.get(what) != why:
                 self._metrics.errors.labels(self.name).inc()
-                log.warning("discovery_unusable", source=self.name, found=what, error=why)
+                log.warning(
+                    "discovery_unusable",
+                    source=self.name,
+                    found=what,
+                    error=why,
+                    cost="it is left out",
+                )
         self._unusable = problems
 
     # -- what the reconciler does -------------------------------------------------------------

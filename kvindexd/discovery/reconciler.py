@@ -166,7 +166,13 @@ class Reconciler:
             raise
         except Exception as e:
             self._metrics.errors.labels(member.name).inc()
-            log.error("discovery_refused", worker=str(key), source=member.name, error=str(e))
+            log.error(
+                "discovery_refused",
+                worker=str(key),
+                source=member.name,
+                error=str(e),
+                cost="the worker is not followed",
+            )
             return _Outcome.REFUSED
         return _Outcome.DONE
 
@@ -239,7 +245,11 @@ class Reconciler:
             self._metrics.errors.labels(name).inc()
         if str(error) != self._store_failure:
             self._store_failure = str(error)
-            log.warning("discovery_waits_for_the_store", error=str(error))
+            log.warning(
+                "discovery_waits_for_the_store",
+                error=str(error),
+                cost="workers come and go unnoticed until it is back",
+            )
 
     def _store_works(self) -> None:
         self._backoff.reset()

@@ -276,7 +276,7 @@ class Session:
             except StoreUnavailable as e:
                 if not down:
                     down = True
-                    self._log.warning("heartbeat_failed", error=str(e))
+                    self._log.warning("heartbeat_failed", error=str(e), cost="it turns STALE")
             await self._until_due()
 
     async def _until_due(self) -> None:
@@ -328,7 +328,8 @@ class Session:
                 self._lose(action)
             elif isinstance(action, Gap):
                 self._counters.add("gaps")
-                self._log.warning("gap", first=action.first, last=action.last)
+                first, last = action.first, action.last
+                self._log.warning("gap", first=first, last=last, action="a replay, if there is one")
             elif isinstance(action, AskReplay):
                 self._ask(action)
             elif isinstance(action, CancelReplay):

@@ -115,7 +115,13 @@ class Supervisor:
             try:
                 await rank.run()
             except Exception as e:
-                log.exception("rank_failed", worker=str(rank.key), error=repr(e))
+                log.exception(
+                    "rank_failed",
+                    worker=str(rank.key),
+                    error=repr(e),
+                    cost="its events wait; it starts again",
+                    fix="report this",
+                )
                 rank.counters.add("internal_errors")
                 rank.detail = f"internal error, restarting: {e!r}"
                 await asyncio.sleep(pause)
@@ -128,7 +134,9 @@ async def _ended(tasks: Iterable[asyncio.Task[None]]) -> None:
     """Until all of these, which are cancelled, have ended: whatever waits behind them waits too."""
     _, pending = await asyncio.wait(tasks, timeout=_PATIENCE)
     while pending:
-        log.error("rank_did_not_stop", tasks=[t.get_name() for t in pending])
+        log.error(
+            "rank_did_not_stop", tasks=[t.get_name() for t in pending], action="cancelling it again"
+        )
         for task in pending:
             task.cancel()
         _, pending = await asyncio.wait(pending, timeout=_PATIENCE)

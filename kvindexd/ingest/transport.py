@@ -212,7 +212,12 @@ class Subscriber:
         delivery.dropped[error.reason] = delivery.dropped.get(error.reason, 0) + 1
         if not self.dropped[error.reason]:  # the first of its kind; then the counter tells
             self._log.warning(
-                "frame_refused", reason=error.reason, detail=str(error), sizes=[*map(len, parts)]
+                "frame_refused",
+                reason=error.reason,
+                detail=str(error),
+                sizes=[*map(len, parts)],
+                cost="such messages are not indexed; a counter has how many",
+                fix="see what else publishes on this endpoint",
             )
         self.dropped[error.reason] += 1
         if self._on_refused is not None:
@@ -243,7 +248,11 @@ class Subscriber:
     def _tell(self, event: LinkEvent, now: float) -> None:
         good = event is LinkEvent.CONNECTED
         emit = self._log.info if good else self._log.warning
-        emit(f"link_{event.value}", detail=self.link.describe(now))
+        emit(
+            f"link_{event.value}",
+            detail=self.link.describe(now),
+            **({} if good else {"cost": "no events come until it is connected"}),
+        )
 
 
 def _watch(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:

@@ -122,7 +122,9 @@ class RankIngest:
     def _stepped_down(self, why: str, error: Exception) -> None:
         self.counters.add(f"stepped_down:{why}")
         self.detail = f"{why}: {error}"
-        self._log.warning("rank_stepped_down", why=why, error=str(error))
+        self._log.warning(
+            "rank_stepped_down", why=why, error=str(error), action="waiting for the lease again"
+        )
 
     async def _acquire(self) -> Lease:
         """Wait for the lease."""
@@ -146,7 +148,11 @@ class RankIngest:
             except StoreUnavailable as e:
                 if self._degraded != "store":
                     self._degraded = "store"
-                    self._log.warning("store_unavailable", error=str(e))
+                    self._log.warning(
+                        "store_unavailable",
+                        error=str(e),
+                        cost="the rank is not followed until the store is back",
+                    )
                 await asyncio.sleep(random.uniform(0.2, 1.0))  # noqa: S311 - jitter
             else:
                 self._degraded, self._gone = "", False
@@ -167,7 +173,9 @@ class RankIngest:
             f"registered anew with {known.kv_events_endpoint} for {known.address}; this process "
             f"follows {self.registration.kv_events_endpoint}: change its configuration, or theirs"
         )
-        self._log.warning("rank_superseded", detail=self.detail)
+        self._log.warning(
+            "rank_superseded", detail=self.detail, cost="this process follows nobody for the rank"
+        )
         await self._store.release(lease)
         return True
 

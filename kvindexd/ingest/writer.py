@@ -309,6 +309,7 @@ class RankWriter:
             worker=str(key),
             reason=str(why),
             blocks=len(self.residency.holdings.blocks),
+            cost="answers lack this worker until its blocks are written again",
         )
         try:
             self.lease = await self._store.acquire(key, lease.owner, lease.ttl_ms)

@@ -167,11 +167,12 @@ class Book(Generic[R]):
         """Have a rank loaded; the bits it has are gone from now on."""
         if view.phase is Phase.FOLLOWED:
             log.warning(
-                "worker_reload",
+                "worker_reloading",
                 worker=str(view.key),
                 reason=reason,
                 epoch=view.epoch,
                 revision=view.revision,
+                cost="answers lack this worker for a moment",
             )
         self.counters[f"load_{reason}"] += 1
         view.phase = Phase.WANTED
@@ -360,7 +361,8 @@ class Book(Generic[R]):
             try:
                 table.apply(view.column, view.plane_map, mutations)
             except ValueError as e:
-                log.warning("mutations_refused", worker=str(view.key), error=str(e))
+                worker = str(view.key)
+                log.warning("mutations_refused", worker=worker, error=str(e), action="a reload")
                 self._want(view, "unknown_plane")
                 continue
             self.on_mutations(view.key, mutations)

@@ -286,7 +286,12 @@ class Replica(Generic[R]):
             try:
                 await self._loader.load(book, view)
             except (StoreError, SnapshotUnreadable) as e:
-                log.warning("worker_load_failed", worker=str(key), error=str(e))
+                log.warning(
+                    "worker_load_failed",
+                    worker=str(key),
+                    error=str(e),
+                    cost="answers lack this worker; trying again",
+                )
                 await _pause(1.0 if isinstance(e, StoreUnavailable) else 5.0)
                 if view.phase is Phase.LOADING and view.load == number:
                     reason = "failed" if isinstance(e, StoreError) else "unreadable"
@@ -346,7 +351,11 @@ class Replica(Generic[R]):
 
     async def _unavailable(self, error: StoreError, pause: float) -> None:
         if not self._down:
-            log.warning("replica_store_away", error=str(error))
+            log.warning(
+                "replica_store_away",
+                error=str(error),
+                cost="answers go stale, and workers turn STALE by age",
+            )
         self._down = str(error)
         self._lag = None
         await _pause(pause)

@@ -87,7 +87,7 @@ async def refuse(context: Context, error: RequestError) -> NoReturn:
     """End a call with an error's status and message, and with `grpc-retry-pushback-ms` where
     trying again makes sense: gRPC's own retries obey it."""
     named = _FIELD.match(str(error))
-    log.debug("call_refused", code=error.code.name, field=named[0] if named else "")
+    log.debug("call_ended_in_error", code=error.code.name, field=named[0] if named else "")
     trailers: tuple[tuple[str, str], ...] = ()
     if error.retry:
         trailers = (("grpc-retry-pushback-ms", str(random.randint(*_PUSHBACK))),)  # noqa: S311

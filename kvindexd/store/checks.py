@@ -60,7 +60,11 @@ def check_fit(identity: Identity, url: StoreURL, shard: int = 0) -> None:
             f"{where}: Redis {identity.version} is too old; 6.2 or newer, or any Valkey, is needed"
         )
     if not identity.policy:
-        log.warning("store_policy_unknown", server=where)
+        log.warning(
+            "store_policy_unknown",
+            server=where,
+            fix="allow CONFIG GET or INFO, or see to maxmemory-policy noeviction yourself",
+        )
     elif identity.policy != "noeviction":
         raise UnfitServer(
             f"{where}: maxmemory-policy is {identity.policy}, so this server deletes keys by "

@@ -115,7 +115,13 @@ class Client:
         why = f"{last or 'all connections were busy'}"
         if not self._unavailable:
             self._unavailable = True
-            log.error("store_unavailable", url=str(self.url), op=op, reason=why)
+            log.error(
+                "store_unavailable",
+                url=str(self.url),
+                op=op,
+                reason=why,
+                cost="nothing is written; answers go on from memory and go stale",
+            )
         return StoreUnavailable(
             f"{self.url}: no answer to {op!r} within {self.limits.deadline:g} s; last: {why}"
         )

@@ -213,12 +213,17 @@ class EmbeddedServer:
                 await self._process.wait()
             else:
                 await _until_gone(self._pid)
-            log.error("valkey_died", pid=self._pid, log=self._tail())
+            log.error("valkey_died", pid=self._pid, log=self._tail(), action="starting it again")
             started = time.monotonic()
             try:
                 await self._launch()
             except StoreError as e:
-                log.error("valkey_restart_failed", reason=str(e))
+                log.error(
+                    "valkey_restart_failed",
+                    reason=str(e),
+                    action="trying again",
+                    fix="see the log of valkey_died",
+                )
             await asyncio.sleep(pause)
             # A server that keeps dying is not worth a busy loop.
             pause = 0.1 if time.monotonic() - started > 60 else min(10.0, pause * 2)
@@ -245,7 +250,13 @@ class EmbeddedServer:
         deadline = time.monotonic() + self._stop_timeout
         while _alive(self._pid, self._process):
             if time.monotonic() > deadline:
-                log.error("valkey_stuck", pid=self._pid, waited=self._stop_timeout)
+                log.error(
+                    "valkey_stuck",
+                    pid=self._pid,
+                    waited=self._stop_timeout,
+                    action="killing it",
+                    cost="up to a second of writes is read from the engines again",
+                )
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._pid, signal.SIGKILL)
                 break

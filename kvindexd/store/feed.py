@@ -231,7 +231,12 @@ class _Tail:
                 await self._client.suspect(endpoint)
             self._failures += 1
             if self._failures == 1:
-                log.warning("feed_interrupted", shards=self.shards, reason=str(e) or repr(e))
+                log.warning(
+                    "feed_interrupted",
+                    shards=self.shards,
+                    reason=str(e) or repr(e),
+                    cost="answers go stale until it is back",
+                )
             raise StoreUnavailable(f"feed of shards {self.shards}: {e or type(e).__name__}") from e
         except BaseException:
             # Cancelled mid-read: a late reply must not be taken for the next one.
@@ -273,7 +278,13 @@ class _Tail:
             shard = by_key[name]
             before = number(positions[shard])
             if any(number(row[0]) != before + i for i, row in enumerate(rows, 1)):
-                log.warning("feed_trimmed", shard=shard, position=positions[shard])
+                log.warning(
+                    "feed_trimmed",
+                    shard=shard,
+                    position=positions[shard],
+                    action="loading the shard anew",
+                    fix="raise limits.feed_maxlen if it comes often",
+                )
                 trimmed.append(shard)
                 continue
             entries += [(shard, row[0].decode(), unpack_entry(row[1])) for row in rows]
@@ -298,7 +309,13 @@ class _Tail:
                 continue
             # More than we know is normal (it came just now), unless we cannot see it.
             if n < number(position) or not await self._xread(link, {shard: position}, 0, 1):
-                log.warning("feed_lost", shard=shard, position=position, server_has=n)
+                log.warning(
+                    "feed_lost",
+                    shard=shard,
+                    position=position,
+                    server_has=n,
+                    action="loading the shard anew",
+                )
                 lost.append(shard)
         return tuple(lost)
 

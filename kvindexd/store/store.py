@@ -119,7 +119,7 @@ class Store:
                 f"{SCHEMA}: run one version of kvindexd, or give each its own Redis"
             )
         if int(shards) != self._core.shards:
-            log.warning("store_shards", configured=self._core.shards, stored=int(shards))
+            log.warning("store_shards_differ", in_use=int(shards), fix="set redis.shards to that")
             self._core = Core(self._client, int(shards), self.options.feed_maxlen)
         return str(birth.decode())
 
@@ -185,7 +185,8 @@ class Store:
         birth, self._birth = self._birth, await self._agree()
         health = StoreHealth(changed, bool(birth) and birth != self._birth)
         if health.changed or health.data_lost:
-            log.warning("store_changed", shards=list(changed), data_lost=health.data_lost)
+            names = list(changed)
+            log.warning("store_changed", shards=names, data_lost=health.data_lost, action="a check")
         return health
 
     # -- registration -------------------------------------------------------------------------

@@ -107,7 +107,13 @@ class Sentinel:
             return master
         if self._master is not None:
             # Sentinels away, or a failover under way; the known master may still do.
-            log.warning("store_sentinels_unusable", problems=problems, master=str(self._master))
+            log.warning(
+                "store_sentinels_unusable",
+                problems=problems,
+                master=str(self._master),
+                action="staying with the known master",
+                fix="see to the sentinels: a failover goes unnoticed",
+            )
             self._valid_until = time.monotonic() + _RESOLVE_TTL
             return self._master
         raise StoreUnavailable(

@@ -180,7 +180,12 @@ class MetricsServer:
         except (asyncio.IncompleteReadError, ConnectionError):
             raise
         except Exception as error:
-            log.exception("page_failed", error=repr(error))
+            log.exception(
+                "page_failed",
+                error=repr(error),
+                cost="the request gets status 500",
+                fix="report this",
+            )
             response = text(500, "a fault of kvindexd; its log says more")
         return _wire(response, with_body), unread
 
