@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -86,6 +87,7 @@ class Recorder:
         self._stopping = ""
         self._replaying: asyncio.Task[None] | None = None
         self._replay_due = False
+        self._odd: list[tuple[int, MessageRecord]] = []
         self.live = 0
         self.replayed = 0
         self.connections = 0
@@ -164,14 +166,20 @@ class Recorder:
     def _write(self, record: Record) -> None:
         self._writer.write(record if self._mask is None else self._mask.record(record))
 
-    def _take(self, frames: Iterable[Frame]) -> None:
-        for frame in frames:
+    def _take(self, frames: Sequence[Frame]) -> None:
+        """The frames of a delivery, and the odd messages in their places between them."""
+        odd, self._odd = deque(self._odd), []
+        for i, frame in enumerate(frames):
+            while odd and odd[0][0] <= i:
+                self._write(odd.popleft()[1])
             if self._stopping:
                 return
             self._write(self._record(frame, replayed=False))
             self.live += 1
             if self._bounds.count and self.live >= self._bounds.count:
                 self.stop("count")
+        for _, record in odd:
+            self._write(record)
 
     def _record(self, frame: Frame, *, replayed: bool) -> FrameRecord:
         return FrameRecord(
@@ -183,8 +191,9 @@ class Recorder:
             replayed=replayed,
         )
 
-    def _refused(self, parts: list[bytes]) -> None:
-        self._write(MessageRecord(src=self._target.src, at=self._clock(), parts=parts))
+    def _refused(self, parts: list[bytes], before: int) -> None:
+        record = MessageRecord(src=self._target.src, at=self._clock(), parts=parts)
+        self._odd.append((before, record))
 
     def _linked(self, event: LinkEvent, detail: str, now: float) -> None:
         self._write(LinkRecord(src=self._target.src, at=now, event=event.value, detail=detail))

@@ -102,18 +102,29 @@ def _bindable(endpoint: str, option: str) -> str:
 def _play(
     player: Player, recorded: Registration, server: str, worker_id: str, hold: bool
 ) -> Played:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: player.stop())
     publisher = player.publisher
     typer.echo(
         f"publishing on {publisher.endpoint}, replay on {publisher.replay_endpoint or 'nothing'}",
         err=True,
     )
-    with _registration(player, recorded, server, worker_id), progress() as show:
-        played = player.play(lambda p: show(_said_played(p)))
+    with _stopped_by_signals(player), _registration(player, recorded, server, worker_id):
+        with progress() as show:
+            played = player.play(lambda p: show(_said_played(p)))
         if hold:
             player.hold()
     return played
+
+
+@contextmanager
+def _stopped_by_signals(player: Player) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the playing in order while inside."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda *_: player.stop()) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -92,9 +92,10 @@ class Subscriber:
         settings: SubscriberSettings,
         context: zmq.Context[zmq.Socket[bytes]],
         clock: Callable[[], float] = time.time,
-        on_refused: Callable[[list[bytes]], None] | None = None,
+        on_refused: Callable[[list[bytes], int], None] | None = None,
     ) -> None:
-        """`on_refused` is shown the parts of every message that is no numbered batch.
+        """`on_refused` is shown the parts of every message that is no numbered batch, and how
+        many frames of the same delivery came before it.
 
         Raises TransportError for an endpoint that cannot be used.
         """
@@ -221,7 +222,7 @@ class Subscriber:
             )
         self.dropped[error.reason] += 1
         if self._on_refused is not None:
-            self._on_refused(parts)
+            self._on_refused(parts, len(delivery.frames))
 
     def _out_of_step(self, parts: list[bytes]) -> bool:
         self._shifted = self._shifted + 1 if looks_shifted(parts) else 0
