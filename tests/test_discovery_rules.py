@@ -288,8 +288,11 @@ def test_a_pod_from_start_to_end() -> None:
     assert _states(pods, 60) == {"a": "draining"}
     pods.put(pod("a", phase="Failed"), 61)
     assert _states(pods, 61) == {}
-    pods.remove(pod("a"))
-    assert _states(pods, 62) == {}
+    pods.put(pod("a", uid="uid-next"), 62)
+    pods.remove(pod("a"))  # late news of the one before
+    assert _states(pods, 62) == {"a": "live"}
+    pods.remove(pod("a", uid="uid-next"))
+    assert _states(pods, 63) == {}
 
 
 def test_a_list_replaces_what_was_known() -> None:

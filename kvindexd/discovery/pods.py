@@ -89,30 +89,32 @@ class _Seen:
 
 
 class Pods:
-    """The pods that a selector matches, by uid. A pod becomes a worker when it is ready first; it
-    stays one while it is unready, drained after `grace` seconds, until it ends."""
+    """The pods that a selector matches, by name: another uid is another pod in its place.
+
+    A pod becomes a worker when it is ready first; it stays one while it is unready, drained after
+    `grace` seconds, until it ends.
+    """
 
     def __init__(self, template: Mapping[str, Any], prefix: str, grace: float) -> None:
         """`prefix`: of the annotations and labels that set a worker's fields."""
         self._template = template
         self._prefix = prefix
         self._grace = grace
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[tuple[str, str], _Seen] = {}
 
-    def replace(self, pods: Iterable[Pod], now: float) -> None:
+    def replace(self, pods_now: Iterable[Pod], now: float) -> None:
         """These are all there are."""
-        pods = list(pods)
-        uids = {pod.metadata.uid for pod in pods}
-        for uid in [uid for uid in self._seen if uid not in uids]:
-            del self._seen[uid]
-        for pod in pods:
+        pods = {_name(pod): pod for pod in pods_now}
+        for name in [name for name in self._seen if name not in pods]:
+            del self._seen[name]
+        for pod in pods.values():
             self.put(pod, now)
 
     def put(self, pod: Pod, now: float) -> None:
         """A pod is new or has changed."""
-        seen = self._seen.get(pod.metadata.uid)
-        if seen is None:
-            seen = self._seen[pod.metadata.uid] = _Seen(pod, False, None)
+        seen = self._seen.get(_name(pod))
+        if seen is None or seen.pod.metadata.uid != pod.metadata.uid:
+            seen = self._seen[_name(pod)] = _Seen(pod, False, None)
         seen.pod = pod
         if pod.ready and pod.runs:
             seen.admitted, seen.unready_since = True, None
@@ -121,7 +123,9 @@ class Pods:
 
     def remove(self, pod: Pod) -> None:
         """A pod is gone."""
-        self._seen.pop(pod.metadata.uid, None)
+        seen = self._seen.get(_name(pod))
+        if seen is not None and seen.pod.metadata.uid == pod.metadata.uid:
+            del self._seen[_name(pod)]
 
     def found(self, now: float) -> Found:
         """The workers as of now. Of two pods that claim one worker, the one that is not ending and
@@ -144,6 +148,10 @@ class Pods:
             draining = late or seen.pod.deleting
             result.wanted.extend(Wanted(r, draining, not seen.admitted) for r in made)
         return result._replace(again_at=min(again, default=None))
+
+
+def _name(pod: Pod) -> tuple[str, str]:
+    return pod.metadata.namespace, pod.metadata.name
 
 
 def _precedence(seen: _Seen) -> tuple[bool, bool, str, str]:
