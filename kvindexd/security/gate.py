@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from kvindexd.registration import Registration
 from kvindexd.security.networks import Forbidden, NetworkPolicy, Place, literal, place_of
+
+Lookup = Callable[[str], Awaitable[list[str]]]
 
 
 class Unresolved(OSError):
@@ -40,12 +42,15 @@ class Gate:
         *,
         timeout: float = 5.0,
         refused: Callable[[str], None] = lambda _: None,
+        lookup: Lookup | None = None,
     ) -> None:
         """`timeout`: seconds for resolving a name. `refused`: told where something was refused:
-        `events`, `replay`, `address`, `alias`."""
+        `events`, `replay`, `address`, `alias`. `lookup`: gives a name's addresses or raises
+        OSError; None = as the system does."""
         self._policy = policy or NetworkPolicy()
         self._timeout = timeout
         self._refused = refused
+        self._lookup = lookup or _getaddrinfo
 
     @property
     def active(self) -> bool:
@@ -74,15 +79,13 @@ class Gate:
         raise why if written is not None else Forbidden(f"{host!r}: {why}")
 
     async def _resolve(self, host: str) -> list[str]:
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._timeout):
-                found = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+                return await self._lookup(host)
         except TimeoutError:
             raise Unresolved(f"{host!r} is not resolved within {self._timeout:g} s") from None
         except (OSError, UnicodeError) as e:
             raise Unresolved(f"{host!r} is not resolved: {e}") from None
-        return [str(entry[4][0]) for entry in found]
 
     async def endpoint(self, endpoint: str, what: str, *, bind: bool = False) -> str:
         """A ZMQ endpoint with its name replaced by an allowed address. One that is to be bound is
@@ -145,6 +148,12 @@ class Gate:
                     await self.host(place.host, "alias")
                 except Forbidden as e:
                     raise Forbidden(f"aliases: {e}") from None
+
+
+async def _getaddrinfo(host: str) -> list[str]:
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return [str(entry[4][0]) for entry in found]
 
 
 def _endpoint(place: Place) -> str:
