@@ -6,9 +6,11 @@ from typing import Annotated, Any
 
 import typer
 
-from kvindexd.cli.client import CALL_TIMEOUT, DEFAULT_SERVER, ServerOption, connect
+from kvindexd.cli import offline
+from kvindexd.cli.client import CALL_TIMEOUT, DEFAULT_SERVER, ServerOption
+from kvindexd.cli.offline import RedisOption, Where
 from kvindexd.cli.options import parse_hash
-from kvindexd.cli.output import JsonOption, console, hex64, plain, print_json, table
+from kvindexd.cli.output import ConfigOption, JsonOption, console, hex64, plain, print_json, table
 from kvindexd.v1 import index_pb2 as pb
 
 HashArgument = Annotated[
@@ -26,13 +28,18 @@ def register(app: typer.Typer) -> None:
 def block(
     hash: HashArgument,
     model: ModelOption = "",
+    redis: RedisOption = None,
+    config: ConfigOption = None,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
     """Say who holds a block."""
     request = pb.GetBlockRequest(hash=parse_hash(hash), model=model)
-    with connect(server) as client:
-        answer = client.admin.GetBlock(request, timeout=CALL_TIMEOUT)
+    answer: pb.GetBlockResponse = offline.ask(
+        Where(server, redis, config),
+        lambda client: client.admin.GetBlock(request, timeout=CALL_TIMEOUT),
+        lambda store, advance: offline.get_block(store, request.hash, model, advance),
+    )
     if as_json:
         print_json(answer)
         return
@@ -45,13 +52,18 @@ def block(
 def chain(
     hash: HashArgument,
     model: ModelOption = "",
+    redis: RedisOption = None,
+    config: ConfigOption = None,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
     """Walk from a block to the root."""
     request = pb.WalkChainRequest(hash=parse_hash(hash), model=model)
-    with connect(server) as client:
-        blocks = list(client.admin.WalkChain(request, timeout=CALL_TIMEOUT))
+    blocks: list[pb.GetBlockResponse] = offline.ask(
+        Where(server, redis, config),
+        lambda client: list(client.admin.WalkChain(request, timeout=CALL_TIMEOUT)),
+        lambda store, advance: offline.walk_chain(store, request.hash, model, advance),
+    )
     if as_json:
         print_json({"blocks": [plain(b) for b in blocks]})
         return

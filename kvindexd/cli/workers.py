@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
+from google.protobuf.message import Message
 
+from kvindexd.cli import offline
 from kvindexd.cli.client import (
     CALL_TIMEOUT,
     DEFAULT_SERVER,
@@ -13,8 +15,10 @@ from kvindexd.cli.client import (
     ServerOption,
     connect,
 )
+from kvindexd.cli.offline import RedisOption, Where
 from kvindexd.cli.options import LabelOption, RoleName, parse_labels
 from kvindexd.cli.output import (
+    ConfigOption,
     JsonOption,
     ago,
     console,
@@ -25,6 +29,7 @@ from kvindexd.cli.output import (
     worker_name,
 )
 from kvindexd.cli.worker_page import worker_tables
+from kvindexd.model import WorkerKey
 from kvindexd.v1 import index_pb2 as pb
 
 WorkerArgument = Annotated[str, typer.Argument(metavar="WORKER", help="Worker id.")]
@@ -40,23 +45,27 @@ def register(app: typer.Typer) -> None:
     group.command("show")(show)
     group.command("add")(add)
     group.command("remove")(remove)
-    group.command("drain")(drain)
-    group.command("purge")(purge)
-    group.command("resync")(resync)
+    for name, (rpc, make, what) in _TENDING.items():
+        group.command(name, help=what)(_tending(rpc, make))
     app.add_typer(group, name="workers")
 
 
 def list_(
     model: Annotated[str, typer.Option(help="Only this model's.")] = "",
-    namespace: NamespaceOption = "",
+    namespace: Annotated[str, typer.Option(help="Only this namespace; default: all.")] = "",
     stale: Annotated[bool, typer.Option(help="Show STALE workers too.")] = True,
+    redis: RedisOption = None,
+    config: ConfigOption = None,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
     """List worker ranks with their state."""
     request = pb.ListWorkersRequest(model=model, namespace=namespace, include_stale=stale)
-    with connect(server) as client:
-        answer = client.admin.ListWorkers(request, timeout=CALL_TIMEOUT)
+    answer: pb.ListWorkersResponse = offline.ask(
+        Where(server, redis, config),
+        lambda client: client.admin.ListWorkers(request, timeout=CALL_TIMEOUT),
+        lambda store, _: offline.list_workers(store, request),
+    )
     if as_json:
         print_json(answer)
     elif answer.workers:
@@ -69,13 +78,19 @@ def show(
     worker: WorkerArgument,
     dp_rank: Annotated[int, typer.Option("--dp-rank", "--rank", min=0, help="Rank.")] = 0,
     namespace: NamespaceOption = "",
+    redis: RedisOption = None,
+    config: ConfigOption = None,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
     """Show all that is known of one worker rank."""
     request = pb.GetWorkerRequest(worker_id=worker, dp_rank=dp_rank, namespace=namespace)
-    with connect(server) as client:
-        answer = client.admin.GetWorker(request, timeout=CALL_TIMEOUT)
+    key = WorkerKey(namespace, worker, dp_rank)
+    answer: pb.GetWorkerResponse = offline.ask(
+        Where(server, redis, config),
+        lambda client: client.admin.GetWorker(request, timeout=CALL_TIMEOUT),
+        lambda store, _: offline.get_worker(store, key),
+    )
     _print_worker(answer.worker, as_json)
 
 
@@ -166,46 +181,36 @@ def remove(
         typer.echo(f"removed {worker}" + ("" if dp_rank is None else f" rank {dp_rank}"))
 
 
-def drain(
-    worker: WorkerArgument,
-    dp_rank: RankOption = None,
-    namespace: NamespaceOption = "",
-    server: ServerOption = DEFAULT_SERVER,
-    as_json: JsonOption = False,
-) -> None:
-    """Ask that a worker get no new requests."""
-    request = pb.DrainWorkerRequest(worker_id=worker, dp_rank=dp_rank, namespace=namespace)
-    with connect(server) as client:
-        answer = client.admin.DrainWorker(request, timeout=CALL_TIMEOUT)
-    _print_worker(answer.worker, as_json)
+# Command -> (its rpc, its request, what it does); all take a worker and none or one of its ranks.
+_TENDING: dict[str, tuple[str, type[Message], str]] = {
+    "drain": ("DrainWorker", pb.DrainWorkerRequest, "Ask that a worker get no new requests."),
+    "purge": (
+        "PurgeWorker",
+        pb.PurgeWorkerRequest,
+        "Forget all that the index holds of a worker; it stays registered.",
+    ),
+    "resync": (
+        "ResyncWorker",
+        pb.ResyncWorkerRequest,
+        "Forget, and ask the engine for a replay of its events.",
+    ),
+}
 
 
-def purge(
-    worker: WorkerArgument,
-    dp_rank: RankOption = None,
-    namespace: NamespaceOption = "",
-    server: ServerOption = DEFAULT_SERVER,
-    as_json: JsonOption = False,
-) -> None:
-    """Forget all that the index holds of a worker; it stays registered."""
-    request = pb.PurgeWorkerRequest(worker_id=worker, dp_rank=dp_rank, namespace=namespace)
-    with connect(server) as client:
-        answer = client.admin.PurgeWorker(request, timeout=CALL_TIMEOUT)
-    _print_worker(answer.worker, as_json)
+def _tending(rpc: str, make: type[Message]):  # type: ignore[no-untyped-def]  # typer reads the inner signature
+    def command(
+        worker: WorkerArgument,
+        dp_rank: RankOption = None,
+        namespace: NamespaceOption = "",
+        server: ServerOption = DEFAULT_SERVER,
+        as_json: JsonOption = False,
+    ) -> None:
+        request = make(worker_id=worker, dp_rank=dp_rank, namespace=namespace)
+        with connect(server) as client:
+            answer = getattr(client.admin, rpc)(request, timeout=CALL_TIMEOUT)
+        _print_worker(answer.worker, as_json)
 
-
-def resync(
-    worker: WorkerArgument,
-    dp_rank: RankOption = None,
-    namespace: NamespaceOption = "",
-    server: ServerOption = DEFAULT_SERVER,
-    as_json: JsonOption = False,
-) -> None:
-    """Forget, and ask the engine for a replay of its events."""
-    request = pb.ResyncWorkerRequest(worker_id=worker, dp_rank=dp_rank, namespace=namespace)
-    with connect(server) as client:
-        answer = client.admin.ResyncWorker(request, timeout=CALL_TIMEOUT)
-    _print_worker(answer.worker, as_json)
+    return command
 
 
 def _overview(workers: Any) -> Any:
