@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kubestub import KubeStub, pod
+from reports import Reported, reporting, until
 
 from kvindexd.config.discovering import KubernetesSource
 from kvindexd.discovery.kubernetes import KubernetesPods
 from kvindexd.discovery.source import Backoff
-from kvindexd.discovery.wanted import Wanted
 
 TEMPLATE = {
     "model": "m",
@@ -24,55 +24,13 @@ TEMPLATE = {
 }
 
 
-class Reported:
-    """A Report that remembers. `view`: worker id -> state."""
-
-    def __init__(self) -> None:
-        self.view: dict[str, str] | None = None
-        self.wanted: list[Wanted] = []
-        self.unusable: dict[str, str] = {}
-        self.failures: list[str] = []
-        self.worked = 0
-
-    def publish(self, found: Iterable[Wanted], unusable: Mapping[str, str] | None = None) -> None:
-        self.wanted = list(found)
-        self.unusable = dict(unusable or {})
-        self.view = {
-            w.registration.worker_id: "starting"
-            if w.starting
-            else "draining"
-            if w.draining
-            else "live"
-            for w in self.wanted
-        }
-
-    def failed(self, why: str) -> None:
-        self.failures.append(why)
-
-    def works(self) -> None:
-        self.worked += 1
-
-
-async def until(condition: Callable[[], Any], what: str = "") -> None:
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end, what or "condition"
-        await asyncio.sleep(0.005)
-
-
 @contextlib.asynccontextmanager
 async def looking(stub: KubeStub, **settings: Any) -> AsyncIterator[Reported]:
-    report = Reported()
     base = {"server": stub.url, "namespace": "ns", "token_file": "", "ca_file": ""}
     chosen = KubernetesSource(selector="app=vllm", **(base | {"worker": TEMPLATE} | settings))
     source = KubernetesPods("kubernetes:ns/app=vllm", chosen, Backoff(0.02, 0.1))
-    task = asyncio.create_task(source.run(report))
-    try:
+    async with reporting(source) as report:
         yield report
-        assert not task.done(), task
-    finally:
-        task.cancel()
-        await asyncio.wait((task,))
 
 
 @pytest.fixture
