@@ -17,6 +17,7 @@ from kvindexd.cli import (
     conformance,
     credentials,
     doctor,
+    examples,
     layout,
     prompts,
     replay,
@@ -71,6 +72,7 @@ def options(
 
 for _module in COMMANDS:
     _module.register(app)
+examples.install(app)
 credentials.install(app)
 
 
