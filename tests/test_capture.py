@@ -452,7 +452,7 @@ def test_replayed_history_comes_before_what_was_live(tmp_path: Path) -> None:
         frames[5],
         ProbeRecord(src="w0", prompt="p", reusable=96),
     ]
-    whole = check(open_capture(write(tmp_path / "x.gz", records)))
+    whole = check(open_capture(write(tmp_path / "x.gz", records, includes_replay=True)))
     assert whole.exact._asdict() == {
         "probes": 3, "exact": 3, "over": 0, "under": 0, "matched_wrong": 0,
     }  # fmt: skip

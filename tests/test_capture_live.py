@@ -281,6 +281,13 @@ def test_a_capture_ends_at_its_size(engine: EngineProcess, tmp_path: Path) -> No
     assert 20_000 <= file.stat().st_size < 1_000_000
 
 
+def test_a_full_disk_is_told(engine: EngineProcess) -> None:
+    options = ["--endpoint", engine.endpoints[0], "-o", "/dev/full", "--force"]
+    done = in_process("capture", *options)
+    assert done.exit_code == 1
+    assert "cannot write /dev/full: No space left on device" in done.output
+
+
 def test_wrong_usage_and_unknown_workers_are_told(daemon: Daemon, tmp_path: Path) -> None:
     options = ["--server", daemon.ready["grpc"], "-o", tmp_path / "x.gz"]
     done = in_process("capture", "--worker", "nobody", *options)
@@ -304,7 +311,7 @@ def test_wrong_usage_and_unknown_workers_are_told(daemon: Daemon, tmp_path: Path
 
 
 def write(path: Path, records: Sequence[Record]) -> Path:
-    header = Header(sources={"w0": Registration(worker_id="w0")})
+    header = Header(sources={"w0": Registration(worker_id="w0")}, includes_replay=True)
     with CaptureWriter(path, header) as writer:
         for record in records:
             writer.write(record)

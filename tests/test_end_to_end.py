@@ -243,9 +243,7 @@ def test_the_daemon_answers_what_the_rules_answer_in_process(name: str, embedded
             asked.add(key)
             score = playback.ask(probe)
             query = playback.capture.query(probe.prompt)
-            expected = offline[probe.src].score(
-                query, hybrid=True, device_only=probe.device_only
-            )
+            expected = offline[probe.src].score(query, hybrid=True, device_only=probe.device_only)
             assert (score.matched_tokens, score.reusable_tokens) == expected, (name, probe)
     finally:
         playback.close()

@@ -121,7 +121,7 @@ class _Check:
 
     def __init__(self, capture: Capture) -> None:
         self.ranks = {
-            src: Rank(registration, exchanges(capture.records(), src))
+            src: Rank(registration, exchanges(capture, src))
             for src, registration in capture.header.sources.items()
         }
         self.frames = dict.fromkeys(self.ranks, 0)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
+from kvindexd.capturing.reader import Capture
 from kvindexd.capturing.records import (
     FrameRecord,
     LinkRecord,
@@ -104,11 +105,13 @@ class Exchange:
         self.live = set()
 
 
-def exchanges(records: Iterable[Record], src: str) -> list[Exchange]:
+def exchanges(capture: Capture, src: str) -> list[Exchange]:
     """Per connection of a source, in order, what replays brought; [] where none was asked for."""
+    if not capture.header.includes_replay:
+        return []
     found: list[Exchange] = [Exchange()]
     connected = asked = False
-    for r in records:
+    for r in capture.records():
         if not isinstance(r, FrameRecord | LinkRecord | ReplayRecord) or r.src != src:
             continue
         if isinstance(r, LinkRecord):

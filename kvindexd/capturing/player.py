@@ -19,6 +19,7 @@ from kvindexd.testing.publisher import Publisher
 BUFFER_STEPS = 10_000
 """Batches kept for replay, as by default in vLLM."""
 _DRAIN_SECONDS = 5.0
+_RETURN_SECONDS = 10.0
 _AGAIN = 1.0
 """Seconds between the last batch of a round and the first of the next, on the engine's clock."""
 
@@ -67,7 +68,7 @@ class Player:
         self._src = src
         self._settings = settings
         self._stopping = threading.Event()
-        self._exchanges = exchanges(capture.records(), src)
+        self._exchanges = exchanges(capture, src)
         largest = max((len(e.frames) for e in self._exchanges), default=0)
         self.publisher = Publisher(
             capture.header.sources[src].dp_rank,
@@ -103,7 +104,12 @@ class Player:
 
         Raises TimeoutError when the subscribers to wait for do not come; CaptureError.
         """
-        self._await_subscribers(self._settings.subscribers)
+        settings = self._settings
+        if not self._subscribed(settings.subscribers, settings.patience):
+            raise TimeoutError(
+                f"{self.publisher.endpoint}: {self.publisher.subscriptions()} subscribers after "
+                f"{settings.patience:g} s, waiting for {settings.subscribers}"
+            )
         while True:
             self._round(watch)
             if not self._settings.loop or self._stopping.is_set() or self._times is None:
@@ -147,6 +153,8 @@ class Player:
             self._pending = [f for f in behind if f.seq > frame.seq]
             self._reopen_with([f for f in behind if f.seq < frame.seq])
         self._buffer_until(frame.seq)
+        if self._pending and self._pending[0].seq == frame.seq:
+            self._pending.pop(0)
         self.publisher.publish_raw(frame.topic, frame.seq, shifted(frame.payload, self._shift))
         self._frames += 1
         self._note(frame)
@@ -188,7 +196,8 @@ class Player:
         self.publisher.stop(_DRAIN_SECONDS)
         self._restarts += 1
         self._start(history)
-        self._await_subscribers(subscribed)
+        # Who does not come back in time misses batches, as from an engine.
+        self._subscribed(subscribed, _RETURN_SECONDS)
 
     def _open(self, number: int) -> None:
         self._start(self._history(number))
@@ -209,16 +218,15 @@ class Player:
             self._note(frame)
         self.publisher.start([(f.seq, f.topic, shifted(f.payload, self._shift)) for f in history])
 
-    def _await_subscribers(self, count: int) -> None:
-        deadline = time.monotonic() + self._settings.patience
-        while (have := self.publisher.subscriptions()) < count:
+    def _subscribed(self, count: int, patience: float) -> bool:
+        """Whether so many subscribers come in time; True when told to stop meanwhile."""
+        deadline = time.monotonic() + patience
+        while self.publisher.subscriptions() < count:
             if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"{self.publisher.endpoint}: {have} subscribers after "
-                    f"{self._settings.patience:g} s, waiting for {count}"
-                )
+                return False
             if self._stopping.wait(0.01):
-                return
+                break
+        return True
 
 
 class _Pace:

@@ -53,7 +53,10 @@ def replay(
         str,
         typer.Option("--register", metavar="ADDR", help="Register with this kvindexd meanwhile."),
     ] = "",
-    worker_id: Annotated[str, typer.Option(help="Register as; default: as recorded.")] = "",
+    worker_id: Annotated[
+        str, typer.Option(help="Register as; default: the recorded name and -replay.")
+    ] = "",
+    model: Annotated[str, typer.Option(help="Register for; default: as recorded.")] = "",
     as_json: JsonOption = False,
 ) -> None:
     """Play a capture as a publisher, as the engine did that it was taken from.
@@ -84,7 +87,13 @@ def replay(
         fail(e.strerror or str(e))
     recorded = found.header.sources[src]
     try:
-        played = _play(player, recorded, register_with, worker_id, hold)
+        # A name of its own: the worker itself may well be registered there.
+        worker = msgspec.structs.replace(
+            recorded,
+            worker_id=worker_id or f"{recorded.worker_id}-replay",
+            model=model or recorded.model,
+        )
+        played = _play(player, worker, register_with, hold)
     except (CaptureError, TimeoutError) as e:
         fail(str(e))
     finally:
@@ -99,15 +108,13 @@ def _bindable(endpoint: str, option: str) -> str:
         raise typer.BadParameter(str(e), param_hint=option) from None
 
 
-def _play(
-    player: Player, recorded: Registration, server: str, worker_id: str, hold: bool
-) -> Played:
+def _play(player: Player, worker: Registration, server: str, hold: bool) -> Played:
     publisher = player.publisher
     typer.echo(
         f"publishing on {publisher.endpoint}, replay on {publisher.replay_endpoint or 'nothing'}",
         err=True,
     )
-    with _stopped_by_signals(player), _registration(player, recorded, server, worker_id):
+    with _stopped_by_signals(player), _registration(player, worker, server):
         with progress() as show:
             played = player.play(lambda p: show(_said_played(p)))
         if hold:
@@ -128,9 +135,7 @@ def _stopped_by_signals(player: Player) -> Iterator[None]:
 
 
 @contextmanager
-def _registration(
-    player: Player, recorded: Registration, server: str, worker_id: str
-) -> Iterator[None]:
+def _registration(player: Player, recorded: Registration, server: str) -> Iterator[None]:
     """Registered with a server while inside, if one is given."""
     if not server:
         yield
@@ -138,7 +143,6 @@ def _registration(
     worker = worker_message(
         msgspec.structs.replace(
             recorded,
-            worker_id=worker_id or recorded.worker_id,
             address=recorded.address or "127.0.0.1:0",
             kv_events_endpoint=player.publisher.endpoint,
             replay_endpoint=player.publisher.replay_endpoint or "",
