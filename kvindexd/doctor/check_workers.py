@@ -224,6 +224,7 @@ def unplaced(f: Facts) -> Outcome:
     " ingester is close to the engine and not starved of CPU",
 )
 def gaps(f: Facts) -> Outcome:
+    yield from _two_looks(f)
     for r in ranks(f):
         fresh, old = r.rise("gaps", "lost_batches"), r.total("lost_batches")
         if fresh:
@@ -244,6 +245,7 @@ def gaps(f: Facts) -> Outcome:
     " endpoint; counters `dropped:` of `kvindexd workers show ID` name the reasons",
 )
 def decode_errors(f: Facts) -> Outcome:
+    yield from _two_looks(f)
     for r in ranks(f):
         bad, events = r.total("decode_errors"), sum(r.total("event:").values())
         n = sum(bad.values())
@@ -263,6 +265,7 @@ def decode_errors(f: Facts) -> Outcome:
     " ingest.max_event_bytes; bad_parts, bad_seq: another publisher is on the endpoint",
 )
 def events_dropped(f: Facts) -> Outcome:
+    yield from _two_looks(f)
     for r in ranks(f):
         rise = r.rise("dropped:", "internal_errors")
         rise = {k: n for k, n in rise.items() if "parked" not in k}
@@ -281,6 +284,7 @@ def events_dropped(f: Facts) -> Outcome:
     " prefix by transfer this is how it is",
 )
 def orphans(f: Facts) -> Outcome:
+    yield from _two_looks(f)
     for r in ranks(f):
         rise, adopted = r.rise("orphans"), r.rise("orphans_adopted")
         expired = r.rise("dropped:parked_expired", "dropped:parked_overflow")
@@ -318,6 +322,7 @@ def restart_loop(f: Facts) -> Outcome:
     fix="raise limits.blocks_per_rank and limits.bindings_per_rank above the engine's block count",
 )
 def claims_expired(f: Facts) -> Outcome:
+    yield from _two_looks(f)
     for r in ranks(f):
         rise = r.rise("claims_expired", "bindings_forgotten")
         if rise:
