@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from kvindexd.capturing.checking import check
+from kvindexd.capturing.lines import CaptureError
 from kvindexd.capturing.masking import Mask
 from kvindexd.capturing.player import shifted
 from kvindexd.capturing.reader import FileCapture, open_capture
 from kvindexd.capturing.records import (
-    CaptureError,
     EndRecord,
     FrameRecord,
     Header,

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvindexd import chain
+from kvindexd.capturing.lines import FRAMES, CapturedFrame, load_capture, read_lines
 from kvindexd.capturing.records import (
-    CaptureError,
     FrameRecord,
     Header,
     NoteRecord,
@@ -18,24 +16,13 @@ from kvindexd.capturing.records import (
     PromptRecord,
     Record,
 )
-from kvindexd.ingest.frame import SEQ_BYTES, batch_ts
+from kvindexd.ingest.frame import batch_ts
 from kvindexd.registration import Registration
 
-_FRAMES, _TRUTH = "frames.jsonl", "truth.jsonl"
+_TRUTH = "truth.jsonl"
 _MAINS = ("full_attention", "mla_attention", "sink_full_attention")
 _REPORTING = "n_report"
 """Recordings whose engine announces reused blocks again: an option, not on the wire."""
-
-
-class CapturedFrame(NamedTuple):
-    """One recorded message. `src`: the publisher it came from; `seq_bytes`: as it was sent."""
-
-    line: int
-    src: str
-    topic: bytes
-    seq: int
-    seq_bytes: bytes
-    payload: bytes
 
 
 class Answers(NamedTuple):
@@ -53,46 +40,7 @@ class Answers(NamedTuple):
 
 def is_folder_capture(path: Path) -> bool:
     """Whether a path is a recording in this form."""
-    return (path / _FRAMES).is_file()
-
-
-def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """(line number, object) of a file with one JSON object per line. Raises CaptureError."""
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                yield number, json.loads(line)
-            except ValueError as e:
-                raise CaptureError(f"{path}:{number}: expected a JSON object ({e})") from None
-
-
-def load_capture(folder: str | Path, src: str | None = None) -> list[CapturedFrame]:
-    """The frames of `folder/frames.jsonl` in order, of one publisher if `src` is given.
-
-    Raises CaptureError (a ValueError), naming the line, for a file in another format.
-    """
-    path = Path(folder) / _FRAMES
-    frames = []
-    for number, row in read_lines(path):
-        try:
-            frames.append(_captured(row))
-        except (KeyError, TypeError, ValueError) as e:
-            raise CaptureError(
-                f"{path}:{number}: expected a JSON object with i, src, topic, seq, seq_hex "
-                f"and a base64 payload ({e})"
-            ) from e
-    return [f for f in frames if src is None or f.src == src]
-
-
-def _captured(row: Mapping[str, Any]) -> CapturedFrame:
-    seq = int(row["seq"])
-    seq_bytes = (
-        bytes.fromhex(row["seq_hex"]) if "seq_hex" in row else seq.to_bytes(SEQ_BYTES, "big")
-    )
-    payload = base64.b64decode(row["payload"], validate=True)
-    return CapturedFrame(
-        int(row["i"]), str(row["src"]), str(row["topic"]).encode(), seq, seq_bytes, payload
-    )
+    return (path / FRAMES).is_file()
 
 
 class Truth:

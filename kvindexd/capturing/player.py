@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvindexd.capturing.lines import CaptureError
 from kvindexd.capturing.offline import Exchange, exchanges, frame_of
 from kvindexd.capturing.reader import Capture
-from kvindexd.capturing.records import CaptureError, FrameRecord, LinkRecord, MessageRecord
+from kvindexd.capturing.records import FrameRecord, LinkRecord, MessageRecord
 from kvindexd.ingest.frame import Frame, batch_ts
 from kvindexd.ingest.link import LinkEvent
 from kvindexd.testing.publisher import Publisher

@@ -10,7 +10,8 @@ from typing import Any, BinaryIO, Protocol
 
 from kvindexd.capturing import records
 from kvindexd.capturing.folder import FolderCapture, is_folder_capture
-from kvindexd.capturing.records import CaptureError, EndRecord, Header, Record
+from kvindexd.capturing.lines import CaptureError
+from kvindexd.capturing.records import EndRecord, Header, Record
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _GZIP = 31

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
+from kvindexd.capturing.lines import CaptureError
 from kvindexd.registration import Registration
 
 FORMAT = "kvindexd-capture"
 VERSION = 1
-
-
-class CaptureError(ValueError):
-    """A file that is no capture we can read; the message names it and says what to do."""
 
 
 class _Record(msgspec.Struct, omit_defaults=True, tag_field="type"):

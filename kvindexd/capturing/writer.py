@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Self
 
 from kvindexd.capturing import records
+from kvindexd.capturing.lines import CaptureError
 from kvindexd.capturing.records import (
-    CaptureError,
     EndRecord,
     FrameRecord,
     Header,

@@ -12,9 +12,10 @@ import msgspec
 import typer
 
 from kvindexd._version import __version__
+from kvindexd.capturing.lines import CaptureError
 from kvindexd.capturing.masking import Mask
 from kvindexd.capturing.recorder import Bounds, Recorder, Status, Target
-from kvindexd.capturing.records import CaptureError, Header
+from kvindexd.capturing.records import Header
 from kvindexd.capturing.writer import CaptureWriter
 from kvindexd.cli.client import (
     CALL_TIMEOUT,

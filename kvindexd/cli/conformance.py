@@ -10,8 +10,8 @@ import msgspec
 import typer
 
 from kvindexd.capturing.checking import RankReport, Report, Result, check
+from kvindexd.capturing.lines import CaptureError
 from kvindexd.capturing.reader import open_capture
-from kvindexd.capturing.records import CaptureError
 from kvindexd.cli.output import JsonOption, console, fail, print_json, table
 
 _NUMBERS = "PROBES, EXACT, OVER, UNDER, MATCHED!, ATTENTION-ONLY, A-OVER, A-UNDER"

@@ -12,9 +12,9 @@ import grpc
 import msgspec
 import typer
 
+from kvindexd.capturing.lines import CaptureError
 from kvindexd.capturing.player import Played, Player, Settings, source_of
 from kvindexd.capturing.reader import open_capture
-from kvindexd.capturing.records import CaptureError
 from kvindexd.cli.client import CALL_TIMEOUT, Client, connect
 from kvindexd.cli.output import JsonOption, fail, print_json
 from kvindexd.cli.progress import progress

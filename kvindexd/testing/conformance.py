@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import xxhash
 
 from kvindexd.capturing.checking import query_of
-from kvindexd.capturing.folder import Truth, read_lines, registration_of
+from kvindexd.capturing.folder import Truth, registration_of
+from kvindexd.capturing.lines import read_lines
 from kvindexd.capturing.offline import SetPresence
 from kvindexd.capturing.records import ProbeRecord
 from kvindexd.residency import Options, Residency

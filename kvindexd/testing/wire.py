@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from kvindexd.capturing.folder import CapturedFrame, load_capture
+from kvindexd.capturing.lines import CapturedFrame, load_capture
 
 __all__ = ["END_SEQ", "CapturedFrame", "Event", "encode_batch", "load_capture"]
 
