@@ -1,34 +1,23 @@
-"""Logs: repeats are told once in a while, requests by their ids, and what is private never."""
+"""Logs: repeats are told once in a while, requests by their ids, and every event is documented."""
 
 from __future__ import annotations
 
+import ast
+import asyncio
+import functools
 import io
 import json
 import logging
-import os
-import subprocess
-import sys
-import urllib.request
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import grpc
-import msgspec
 import pytest
 import structlog
-import tokenizer_files
-from daemon import Daemon, serving
-from picks import request, stored
-from servers import free_port, start_redis
-from test_ext_proc import BUFFERED, Fleet, ep, headers
-from tokenize_server import TokenizeServer, tokenizing
 
-from kvindexd.config import ConfigError, load
-from kvindexd.telemetry import configure_logging, name_request, tell_rest
+from kvindexd.telemetry import configure_logging, name_request, tell_repeats, tell_rest
 from kvindexd.telemetry.repeats import LimitRepeats, Repeats
-from kvindexd.testing.engine import FakeEngine
-from kvindexd.v1 import index_pb2 as pb
 
 # -- repeats ---------------------------------------------------------------------------------
 
@@ -138,6 +127,19 @@ def test_repeats_of_ours_and_of_libraries_through_the_whole_chain(out: io.String
     assert (fourth["event"], fourth["suppressed"]) == ("attempt 4 of redis://:***@h", 3)
 
 
+async def test_what_was_left_out_last_is_told_without_another_line(out: io.StringIO) -> None:
+    configure_logging("json", "info", out, repeat_seconds=0.05)
+    for i in range(3):
+        structlog.get_logger().warning("away", n=i)
+    telling = asyncio.create_task(tell_repeats(0.01))
+    async with asyncio.timeout(10):
+        while len(out.getvalue().splitlines()) < 2:
+            await asyncio.sleep(0.01)
+    telling.cancel()
+    last = json.loads(out.getvalue().splitlines()[-1])
+    assert (last["n"], last["suppressed"], last["level"]) == (2, 1, "warning")
+
+
 def test_request_ids_of_clients_cannot_break_a_line(out: io.StringIO) -> None:
     configure_logging("console", "info", out)
     for given in ("ok-1", "a\nevent=forged", "\x1b[31m", "ü", "", "x" * 500):
@@ -151,206 +153,89 @@ def test_request_ids_of_clients_cannot_break_a_line(out: io.StringIO) -> None:
     assert seen[5].count("x") < 140
 
 
-# -- what is private -------------------------------------------------------------------------
+# -- the list of events ----------------------------------------------------------------------
 
-PASSWORD = "Fr4ncolin-pass"
-WORDS = ("quokka", "axolotl", "numbat", "okapi", "tapir", "gharial", "pangolin", "kakapo")
-"""Each is part of a prompt, a salt, a message or a body, and of nothing else."""
-TOKENS = [731_946_201 + i for i in range(64)]
-SALT = "saltlick-7781"
-PRIVATE = (*WORDS, PASSWORD, SALT, *map(str, TOKENS))
-ECHO = "{{ raise_exception('no role like ' ~ messages[0].role) }}"
+ROOT = Path(__file__).parents[1]
+LEVELS = {"debug": "debug", "info": "info", "warning": "warning", "error": "error"}
+LEVELS |= {"exception": "error"}
+ADVICE = {"cost", "fix", "action"}
 
 
-class Rig:
-    """A daemon at level debug on a Redis with a password, and all that it talks to."""
+class Logged(NamedTuple):
+    """One call of a logger. `event`: a pattern; `levels`: one, or two where it depends."""
 
-    def __init__(self, daemon: Daemon, engine: FakeEngine, tokenizer: TokenizeServer) -> None:
-        self.daemon = daemon
-        self.engine = engine
-        self.tokenizer = tokenizer
-        self.fleet = Fleet(daemon, {"a": engine})
-
-    def output(self) -> str:
-        return "\n".join([*map(json.dumps, self.daemon.records), *self.daemon.other])
-
-    def ask(self, **prompt: Any) -> str:
-        """ScoreWorkers; the code it was answered with."""
-        try:
-            asked = pb.ScoreWorkersRequest(prompt=pb.Prompt(**({"model": "m"} | prompt)))
-            self.daemon.index.ScoreWorkers(asked, timeout=10)
-        except grpc.RpcError as e:
-            return str(e.code().name)
-        return "OK"
-
-    def chat(self, body: Any, model: str = "m", **more: str) -> None:
-        """One request through ext_proc."""
-        raw = body if isinstance(body, bytes) else json.dumps({"model": model} | body).encode()
-        with self.fleet.stream() as s:
-            s.ask(request_headers=headers(**more), protocol_config=BUFFERED)
-            s.ask(request_body=ep.HttpBody(body=raw, end_of_stream=True))
+    event: str
+    levels: frozenset[str]
+    advised: bool
+    where: str
 
 
-@pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    folder = tmp_path_factory.mktemp("private")
-    tokenizer_files.make(folder / "local", ECHO)
-    with (
-        start_redis("--requirepass", PASSWORD, password=PASSWORD) as redis,
-        tokenizing() as tokenizer,
-        FakeEngine() as engine,
-    ):
-        settings = {
-            "redis.url": f"redis://:{PASSWORD}@127.0.0.1:{redis.port}",
-            "redis.timeout": 0.3,
-            "tokens.models": {
-                "m": tokenizer.url.replace("http://", f"http://user:{PASSWORD}@"),
-                "local": str(folder / "local"),
-                "absent": str(folder / "nowhere"),
-            },
-            "ext_proc.budget": 5,
-            "limits.max_prompt_tokens": 1000,
-            "log.level": "debug",
-        }
-        with serving(index__data_dir=str(folder / "data"), **settings) as daemon:
-            for model in ("m", "local"):
-                worker = f"a-{model}"
-                daemon.register(worker, engine.endpoint(), address="10.0.0.1:8000", model=model)
-            engine.wait_subscribed(2)
-            rig = Rig(daemon, engine, tokenizer)
-            yield rig
-            rig.fleet.channel.close()
-            redis.kill()
-            daemon.until(lambda: daemon.events("store_unavailable"), "the store is away")
-        check(rig.output())
+@functools.cache
+def logged() -> list[Logged]:
+    """Every call of a logger in the package, by its syntax tree."""
+    found = []
+    for file in sorted((ROOT / "kvindexd").rglob("*.py")):
+        if "testing" in file.parts:
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and (levels := levels_of(node.func)):
+                keywords = {k.arg for k in node.keywords}
+                where = f"{file.relative_to(ROOT)}:{node.lineno}"
+                event = pattern_of(node.args[0])
+                found.append(Logged(event, levels, bool(keywords & ADVICE), where))
+    return found
 
 
-def check(text: str) -> None:
-    """Nothing private is in what a process said."""
-    found = [word for word in PRIVATE if word.lower() in text.lower()]
-    assert not found, [line for line in text.splitlines() if any(w in line for w in found)][:5]
+def levels_of(called: ast.expr) -> frozenset[str]:
+    """Levels of `log.warning`, `self._log.info` and of a variable `emit`, which is one of two."""
+    if isinstance(called, ast.Name) and called.id == "emit":
+        return frozenset({"info", "warning"})
+    if isinstance(called, ast.Attribute) and called.attr in LEVELS:
+        owner = ast.unparse(called.value)
+        if owner in ("log", "self._log"):
+            return frozenset({LEVELS[called.attr]})
+    return frozenset()
 
 
-def test_scoring_leaves_nothing_private(rig: Rig) -> None:
-    packed = b"".join(t.to_bytes(4, "little") for t in TOKENS)
-    assert rig.ask(tokens=pb.TokenIds(ids=TOKENS), cache_salt=SALT) == "OK"
-    assert rig.ask(token_ids=packed, cache_salt=SALT) == "OK"
-    item = pb.MultiModalItem(identifier="okapi", offset=3, length=4)
-    assert rig.ask(token_ids=packed, mm_items=[item]) == "OK"
-    assert rig.ask(token_ids=packed[:-1]) == "INVALID_ARGUMENT"
-    assert rig.ask(tokens=pb.TokenIds(ids=TOKENS * 40)) == "RESOURCE_EXHAUSTED"
-    assert rig.ask(text="the quokka of the axolotl") == "OK"
-    rig.daemon.index.PickWorker(request(TOKENS), timeout=10)
-    check(rig.output())
-
-
-def test_bad_requests_leave_nothing_private(rig: Rig) -> None:
-    before = len(rig.daemon.events("call_ended_in_error"))
-    for body in (
-        b"{ quokka",
-        b'{"model": "m", "messages": "axolotl"}',
-        b'{"model": "m", "messages": [{"role": "numbat", "content": {"okapi": 1}}]}',
-        b'{"model": "m", "messages": [{"role": "user", "content": [{"type": "tapir"}]}]}',
-        b'{"model": ["gharial"], "messages": []}',
-        json.dumps({"messages": "\udc80pangolin"}).encode(),
-    ):
-        assert rig.ask(openai_body=body) != "OK"
-        rig.chat(body, _path="/v1/chat/completions")
-    assert rig.ask(openai_body=b"{}", openai_path="/v1/kakapo") == "INVALID_ARGUMENT"
-    refused = rig.daemon.events("call_ended_in_error")[before:]
-    assert {"INVALID_ARGUMENT"} <= {line["code"] for line in refused}
-    assert "prompt.openai_body" in {line["field"] for line in refused}
-    assert rig.daemon.events("request_refused")[-1]["code"] == "invalid_body"
-    check(rig.output())
-
-
-def test_failing_tokenizers_leave_nothing_private(rig: Rig) -> None:
-    """The engine's answer quotes the prompt, and so does a chat template that refuses it."""
-    chat = {"messages": [{"role": "quokka", "content": "axolotl"}]}
-    rig.chat(chat, "local", _path="/v1/chat/completions", x_request_id="req-local")
-    rig.chat(chat, "absent", _path="/v1/chat/completions")
-    rig.tokenizer.status = 400
-    asked = request([], request_id="req-pick")
-    asked.score.prompt.text = "the numbat"
-    with pytest.raises(grpc.RpcError):
-        rig.daemon.index.PickWorker(asked, timeout=10)
-    rig.chat({"prompt": "the okapi"}, x_request_id="req-envoy")
-    rig.daemon.until(lambda: len(rig.tokenizer.asked) >= 2, "asked")
-
-    lines = {line.get("request_id"): line for line in rig.daemon.events("picked_by_load")}
-    assert lines["req-local"]["why"].startswith("the chat template refuses")
-    assert "does not work" in lines["req-envoy"]["why"]
-    (failed,) = [e for e in rig.daemon.events("tokenizer_failed") if e["model"] == "m"]
-    assert failed["request_id"] == "req-pick"
-    assert "status 400" in failed["why"]
-    check(rig.output())
-
-
-def test_answers_that_are_not_http_leave_nothing_private(rig: Rig) -> None:
-    rig.tokenizer.status = 200
-    chunked = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
-    for raw in (b"tapir\r\n\r\n", b"HTTP/1.1 tapir\r\n\r\n", chunked + b"gharial\r\n"):
-        rig.tokenizer.raw = raw
-        rig.daemon.until(lambda: rig.ask(text="the tapir") == "UNAVAILABLE", "not HTTP")
-    rig.tokenizer.raw = None
-    check(rig.output())
-
-
-def test_events_leave_nothing_private(rig: Rig) -> None:
-    good = stored(TOKENS, extra_keys=None, lora_name=None)
-    bad: list[dict[str, Any]] = [
-        good | {"token_ids": ["pangolin"] * 16},
-        good | {"token_ids": TOKENS[:3]},
-        good | {"token_ids": [-t for t in TOKENS]},
-        good | {"token_ids": [2**40 + t for t in TOKENS]},
-        good | {"block_size": "kakapo"},
-        good | {"parent_block_hash": "kakapo"},
-        good | {"extra_keys": [[SALT]] * 4, "block_hashes": [9, 8, 7, 6]},
-        good | {"type": "BlockStored", "block_hashes": None},
-        {"type": "quokka", "token_ids": TOKENS},
-        {"type": "BlockRemoved", "block_hashes": "numbat", "medium": None},
-    ]
-    for event in bad:
-        rig.engine.publish([event])
-    seq = rig.engine.publish_raw("", rig.engine.next_seq(), msgspec.msgpack.encode(["okapi", 5]))
-    seq = rig.engine.publish([good])
-    rig.engine.send_parts([b"axolotl", b"gharial"])
-    rig.daemon.until_seq("a-m", seq)
-    assert rig.daemon.score(TOKENS)["a-m"].matched_tokens == 64
-    rig.daemon.until(lambda: rig.daemon.events("frame_refused"), "told")
-    check(rig.output())
-    page = urllib.request.urlopen(f"http://{rig.daemon.ready['metrics']}/metrics", timeout=10)
-    check(page.read().decode())
-
-
-def test_bad_configuration_leaves_nothing_private(tmp_path: Path) -> None:
-    (tmp_path / "toml").write_text(f'[redis]\nurl = "redis://:{PASSWORD}@h"\nurl = 5\n')
-    for wrong in (
-        {"KVINDEXD_REDIS__URL": f"user:{PASSWORD}@127.0.0.1"},
-        {"KVINDEXD_CONFIG": str(tmp_path / "toml")},
-    ):
-        with pytest.raises(ConfigError) as error:
-            load(env=wrong)
-        check(str(error.value))
-    cases = [
-        {"KVINDEXD_REDIS__URL": f"redis://:{PASSWORD}@127.0.0.1:none"},
-        {"KVINDEXD_REDIS__URL": f"reddis://user:{PASSWORD}@127.0.0.1"},
-        {"KVINDEXD_REDIS__URL": f"redis://u:{PASSWORD}@127.0.0.1:{free_port()}?x={PASSWORD}"},
-    ]
-    base = {k: v for k, v in os.environ.items() if not k.startswith("KVINDEXD_")}
-    base |= {"KVINDEXD_LOG__LEVEL": "debug", "KVINDEXD_REDIS__TIMEOUT": "0.05"}
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-m", "kvindexd.cli.main", "scorer"],
-            env=base | variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+def pattern_of(event: ast.expr) -> str:
+    if isinstance(event, ast.JoinedStr):
+        return "".join(
+            re.escape(p.value) if isinstance(p, ast.Constant) else "[a-z_]+" for p in event.values
         )
-        for variables in cases
-    ]
-    for process in running:
-        said, _ = process.communicate(timeout=120)
-        assert process.returncode in (1, 2), said
-        assert said
-        check(said)
+    assert isinstance(event, ast.Constant), ast.dump(event)
+    return re.escape(event.value)
+
+
+def documented() -> dict[str, set[str]]:
+    """Event -> its levels, by docs/logs.md."""
+    found: dict[str, set[str]] = {}
+    for row in (ROOT / "docs" / "logs.md").read_text().splitlines():
+        cells = [cell.strip() for cell in row.strip("|").split(" | ")]
+        if len(cells) == 4 and cells[0].strip("| ").startswith("`"):
+            for event in re.findall(r"`(\w+)`", cells[0]):
+                assert event not in found, f"{event} is there twice"
+                found[event] = set(cells[1].split(", "))
+                assert all(cells), row
+    return found
+
+
+def test_every_event_is_in_the_document_and_every_documented_one_is_logged() -> None:
+    known = documented()
+    used: dict[str, set[str]] = {}
+    for one in logged():
+        names = [name for name in known if re.fullmatch(one.event, name)]
+        assert names, f"{one.where}: {one.event} is not in docs/logs.md; add when, and what to do"
+        for name in names:
+            used.setdefault(name, set()).update(one.levels)
+    assert known.keys() == used.keys()
+    for name, levels in known.items():
+        assert levels <= used[name], f"{name} is documented as {levels}, logged as {used[name]}"
+        if not name.startswith("link_"):
+            assert levels == used[name], f"{name}: documented {levels}, logged {used[name]}"
+
+
+def test_events_are_named_alike_and_trouble_says_what_it_costs_or_what_to_do() -> None:
+    for one in logged():
+        assert re.fullmatch(r"[a-z_\[\]+\\-]+", one.event), one
+        if one.levels <= {"warning", "error"}:
+            assert one.advised, f"{one.where}: {one.event}: add cost=, fix= or action="

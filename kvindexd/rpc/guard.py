@@ -46,7 +46,14 @@ class Refusals:
         self._untold += 1
         now = time.monotonic()
         if now - self._told >= _LOG_EVERY:
-            log.warning("call_refused", reason=reason, method=method, peer=peer, count=self._untold)
+            log.warning(
+                "call_refused",
+                reason=reason,
+                method=method,
+                peer=peer,
+                count=self._untold,
+                fix="give that client credentials that may, or see [auth]",
+            )
             self._told, self._untold = now, 0
 
 

@@ -13,7 +13,10 @@ Event = MutableMapping[str, Any]
 
 MAX_KEYS = 4096
 """Kinds of lines told apart at once; what is beyond is shown."""
-_WHICH = ("worker", "endpoint", "model", "state", "shard", "op", "by", "why", "code", "_name")
+_WHICH = (
+    *("worker", "source", "endpoint", "model", "shard", "op"),
+    *("state", "by", "why", "reason", "code"),
+)
 """What, beside event and level, makes a line another one."""
 _ALL_SHOWN = ("debug",)
 
