@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -121,6 +122,12 @@ class Fleet:
         if kind == "tokens":
             return self.chats.token_bodies(count)
         return self.chats.bodies(count, stream=kind == "stream")
+
+    def idle_cpu_percent(self, seconds: float = 2.0) -> float:
+        """What kvindexd and its store take of a core without any request: heartbeats, metrics."""
+        before, begun = self.daemon.cpu(), time.monotonic()
+        time.sleep(seconds)
+        return round(100 * (self.daemon.cpu() - before) / (time.monotonic() - begun), 1)
 
     def picks(self) -> Counter[str]:
         """Requests at the picker so far: by cache, by load, or refused with a status."""
@@ -233,6 +240,7 @@ def run(*, quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
             "prompt_tokens": round(sum(len(fleet.chats.tokens(b)) for b in sample[:50]) / 50),
             "held_tokens": round(sum(fleet.held) / len(fleet.held)),
             "stream": f"{PIECES} pieces, {PIECE_SECONDS * 1000:g} ms apart",
+            "idle_cpu_percent": fleet.idle_cpu_percent(),
             "load_average_at_start": round(begun, 2),
         }
         say(f"gateway: {json.dumps(setup)}")

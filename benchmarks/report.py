@@ -122,20 +122,16 @@ def _gateway_targets(gateway: dict[str, Any] | None) -> list[Row]:
     rows = (gateway or {}).get("rows", [])
     if not rows:
         return []
-    wrong: dict[str, int] = {}
-    for row in rows:
-        lost = sum(row["errors"].values()) + row.get("without_pick", 0)
-        if lost:
-            wrong[f"{row['case']}, {row['way']}"] = lost
     total = sum(row["requests"] for row in rows)
-    return [
-        (
-            "through Envoy: requests failed, or gone on without a pick",
-            "none",
-            f"{sum(wrong.values())} of {total}" + (f" ({_flat(wrong)})" if wrong else ""),
-            _verdict(not wrong),
-        )
-    ]
+    failed = {f"{r['case']}, {r['way']}": sum(r["errors"].values()) for r in rows}
+    missed = {f"{r['case']}, {r['way']}": r.get("without_pick", 0) for r in rows}
+    out: list[Row] = []
+    for what, found in (("failed", failed), ("gone on without a pick", missed)):
+        wrong = {k: v for k, v in found.items() if v}
+        where = f" ({_flat(wrong)})" if wrong else ""
+        measured = f"{sum(wrong.values())} of {total}{where}"
+        out.append((f"through Envoy: requests {what}", "none", measured, _verdict(not wrong)))
+    return out
 
 
 def _gateway_section(gateway: dict[str, Any] | None) -> list[str]:
