@@ -7,7 +7,7 @@ PROTO_VENV := .venv-proto
 PROTOS := $(shell find proto -name '*.proto')
 PROTOC = $(PROTO_VENV)/bin/python -m grpc_tools.protoc -I proto
 
-.PHONY: venv proto proto-check lint format types redis browser pytest test demo demo-envoy bench soak clean
+.PHONY: venv proto proto-check lint format types redis browser pytest test demo demo-envoy bench soak package clean
 
 venv: $(VENV)/.stamp
 
@@ -69,6 +69,16 @@ demo-envoy: venv
 
 bench: venv
 	$(VENV)/bin/kvindexd bench $(BENCH_ARGS)
+
+# Wheel and source archive in dist/, tried in a venv of their own, and what is in that venv (SBOM).
+package: venv
+	$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[package]'
+	rm -rf dist && $(PY) -m build -q --outdir dist .
+	@tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && $(PY) -m venv "$$tmp" \
+	&& "$$tmp/bin/pip" install -q --disable-pip-version-check -c constraints.txt dist/*.whl \
+	&& $(PY) tests/smoke.py "$$tmp/bin" \
+	&& $(VENV)/bin/cyclonedx-py environment --of JSON -o dist/kvindexd.cdx.json "$$tmp/bin/python" \
+	&& ls -l dist
 
 soak: venv
 	$(PY) -m pytest tests/soak $(PYTEST_ARGS)
