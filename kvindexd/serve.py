@@ -38,7 +38,7 @@ from kvindexd.rpc.picking import Picking
 from kvindexd.rpc.server import RpcServer
 from kvindexd.security.networks import Forbidden
 from kvindexd.security.protection import Protection
-from kvindexd.serving import Serving
+from kvindexd.serving import RELOADED, Serving
 from kvindexd.store import Store, StoreOptions
 from kvindexd.store.embedded import EmbeddedServer
 from kvindexd.telemetry import Metrics, MetricsServer, set_log_level
@@ -320,7 +320,9 @@ class Daemon:
             main=self._part.tail if self._part is not None else "",
             ui=self._ui,
         )
-        return await serving.start(stack, self._bound)
+        servers = await serving.start(stack, self._bound)
+        self.on_reload(serving.reload, *RELOADED)
+        return servers
 
     def _log_ready(self) -> None:
         if self._part is not None:

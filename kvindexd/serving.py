@@ -30,7 +30,7 @@ from kvindexd.rpc.fleet_view import FleetView
 from kvindexd.rpc.forwarding import ForwardingAdmin
 from kvindexd.rpc.guard import Guard, Refusals
 from kvindexd.rpc.pick_service import PickService
-from kvindexd.rpc.picking import Picking
+from kvindexd.rpc.picking import Picking, request_limits
 from kvindexd.rpc.server import ADMIN, INDEX, RpcServer, admin_handlers, index_handlers
 from kvindexd.rpc.tailing import Tail
 from kvindexd.security.protection import Protection
@@ -41,6 +41,8 @@ from kvindexd.ui import Ui
 
 log = structlog.get_logger(__name__)
 
+RELOADED = ("limits.max_prompt_tokens", "limits.max_candidates", "limits.max_batch", "tokens")
+"""Settings that `Serving.reload` puts into force."""
 _FIRST_LOAD = 30.0
 """Seconds for which the gRPC port is held back for the first load."""
 
@@ -78,6 +80,7 @@ class Serving:
         self._private = private
         self._main = main
         self._ui = ui
+        self._index: PickService | None = None
 
     async def start(
         self, stack: AsyncExitStack, bound: MutableMapping[str, str]
@@ -88,6 +91,7 @@ class Serving:
         servers = self._servers()
         index = self._picking.service(fleet, self._protection.refused)
         index.tokens = tokens = self._tokens(fleet)
+        self._index = index
         stack.push_async_callback(tokens.close)
         await tokens.start()
         for server in servers.values():
@@ -108,6 +112,13 @@ class Serving:
         for server in servers.values():
             await server.set_ready(True)
         return [*servers.values(), *([picker] if picker is not None else ())]
+
+    async def reload(self, config: Config) -> None:
+        """Put those of the settings that `RELOADED` names into force."""
+        if self._index is not None:
+            self._index.limits = request_limits(config)
+            if self._index.tokens is not None:
+                await self._index.tokens.reload(_token_settings(config))
 
     def _servers(self) -> dict[str, RpcServer]:
         """The servers of kvindexd's own services, by the names of their addresses: all services
@@ -159,10 +170,9 @@ class Serving:
         return Tail(rank.session) if rank is not None and rank.session is not None else None
 
     def _tokens(self, fleet: FleetView) -> Tokens:
-        t = self._config.tokens
         failures = token_failures(self._metrics)
         return Tokens(
-            TokenSettings(t.models, t.loras, t.timeout, t.cache_tokens),
+            _token_settings(self._config),
             lambda model: fleet.any_address(self._config.ext_proc.namespace, model),
             lambda model: failures.labels(model).inc(),
             self._protection.gate.host,
@@ -200,3 +210,8 @@ class Serving:
         if self._replica.not_ready():
             why = self._replica.not_ready()
             log.warning("not_caught_up", why=why, cost="answers are incomplete")
+
+
+def _token_settings(config: Config) -> TokenSettings:
+    t = config.tokens
+    return TokenSettings(t.models, t.loras, t.timeout, t.cache_tokens)

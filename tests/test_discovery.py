@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+import tokenizer_files
 from daemon import Daemon, serving
 from kubestub import ThreadedKubeStub, pod
 from reliability import QUICK, matched, stored
@@ -260,12 +261,37 @@ def test_hang_up_reloads_what_can_change(fleet: Fleet) -> None:
     assert fleet.daemon.events("reloaded")[-1]["changed"] == ["log.level"]
 
 
+def test_hang_up_reloads_limits_and_tokenizers(fleet: Fleet, tmp_path: Path) -> None:
+    def ask(**content: Any) -> grpc.StatusCode:
+        request = pb.ScoreWorkersRequest(prompt=pb.Prompt(model="files", **content))
+        try:
+            fleet.daemon.index.ScoreWorkers(request, timeout=10)
+        except grpc.RpcError as e:
+            return e.code()
+        return grpc.StatusCode.OK
+
+    ids = {"tokens": pb.TokenIds(ids=range(100))}
+    assert ask(**ids) is grpc.StatusCode.OK
+    assert ask(text="hello") is grpc.StatusCode.FAILED_PRECONDITION
+    tokenizer_files.make(tmp_path / "tokenizer", None)
+    models = _toml({"files": str(tmp_path / "tokenizer")})
+    fleet.write(f"[limits]\nmax_prompt_tokens = 99\n[tokens]\nmodels = {models}\n")
+    fleet.hang_up()
+    assert ask(**ids) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert ask(text="hello") is grpc.StatusCode.OK
+    assert not fleet.daemon.events("restart_needed")
+    fleet.write()
+    fleet.hang_up()
+    assert ask(**ids) is grpc.StatusCode.OK
+    assert ask(text="hello") is grpc.StatusCode.FAILED_PRECONDITION
+
+
 def test_hang_up_with_a_broken_file_changes_nothing(fleet: Fleet) -> None:
     fleet.config.write_text("[log]\nlevel = 5\n")
     fleet.hang_up()
     failed = fleet.daemon.until(lambda: fleet.daemon.events("reload_failed"), "a complaint")[-1]
     assert "log.level is 5" in failed["error"]
-    assert fleet.ids() == {"static", "configured"}
+    assert fleet.ids() == {"static"}
     assert fleet.metric("reloads_total", outcome="failed") == 1
 
 

@@ -92,7 +92,7 @@ class IndexService(index_pb2_grpc.KVIndexServicer):
         """`refused`: told the reason of each call that is over a limit."""
         self._fleet = fleet
         self._observer = observer
-        self._limits = limits
+        self.limits = limits
         self._refused = refused
         self._picker = picker or Picker()
         self._admission = Admission(max_concurrent_calls)
@@ -124,7 +124,7 @@ class IndexService(index_pb2_grpc.KVIndexServicer):
 
         async def all_of_them() -> list[lines.Packed]:
             answers = []
-            check_count("requests", len(request.requests), "max_batch", self._limits.batch)
+            check_count("requests", len(request.requests), "max_batch", self.limits.batch)
             started = time.perf_counter()
             for i, one in enumerate(request.requests):
                 try:
@@ -190,8 +190,8 @@ class IndexService(index_pb2_grpc.KVIndexServicer):
 
     def _check_counts(self, request: pb.ScoreWorkersRequest) -> None:
         named, labels = len(request.candidates), len(request.options.labels)
-        check_count("candidates", named, "max_candidates", self._limits.candidates)
-        check_count("options.labels", labels, "max_labels", self._limits.labels)
+        check_count("candidates", named, "max_candidates", self.limits.candidates)
+        check_count("options.labels", labels, "max_labels", self.limits.labels)
 
     async def _candidates(self, request: pb.ScoreWorkersRequest) -> tuple[Scope, Query, Chosen]:
         options = request.options
@@ -199,7 +199,7 @@ class IndexService(index_pb2_grpc.KVIndexServicer):
         self._check_counts(request)
         if prompt.WhichOneof("content") in ("text", "openai_body"):
             prompt = await tokenized(prompt, self.tokens)
-        query = query_of(prompt, self._limits.prompt_tokens)
+        query = query_of(prompt, self.limits.prompt_tokens)
         scope = self._scope(prompt)
         role: RoleName | None = None
         if options.HasField("role"):

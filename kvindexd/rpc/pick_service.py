@@ -204,7 +204,7 @@ class PickService(IndexService):
     async def _pair(self, request: pb.PairWorkersRequest) -> pb.PairWorkersResponse:
         asked = request.prefill
         named = len(request.decode_candidates)
-        check_count("decode_candidates", named, "max_candidates", self._limits.candidates)
+        check_count("decode_candidates", named, "max_candidates", self.limits.candidates)
         scope, query, chosen = await self._candidates(asked)
         members = chosen.members
         options = asked.options

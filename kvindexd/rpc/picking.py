@@ -81,6 +81,14 @@ class ServiceObserver:
         metrics.completed_cached_tokens_total.labels(name).inc(outcome.actual)
 
 
+def request_limits(config: Config) -> RequestLimits:
+    """The bounds on one call."""
+    limits = config.limits
+    return RequestLimits(
+        limits.max_prompt_tokens, limits.max_candidates, limits.max_batch, limits.max_labels
+    )
+
+
 class Picking:
     """One scorer's picks; `run` is its background work."""
 
@@ -121,12 +129,7 @@ class Picking:
         return PickService(
             fleet,
             self._observer,
-            limits=RequestLimits(
-                limits.max_prompt_tokens,
-                limits.max_candidates,
-                limits.max_batch,
-                limits.max_labels,
-            ),
+            limits=request_limits(self._config),
             max_concurrent_calls=limits.max_concurrent_calls,
             picker=self.picker,
             pick_observer=self._observer,

@@ -102,12 +102,26 @@ class Tokens:
 
     async def start(self) -> None:
         """Read tokenizers' files; one that cannot be read is logged, and tried again later."""
-        for model, state in self._states.items():
+        await self._load(self._states)
+
+    async def _load(self, states: Mapping[str, _State]) -> None:
+        for model, state in states.items():
             try:
                 async with asyncio.timeout(30):
                     await state.source.load()
             except (TokenizerFailed, TimeoutError) as e:
                 self._failed(model, state, str(e) or "its files are not read within 30 s")
+
+    async def reload(self, settings: TokenSettings) -> None:
+        """Take other settings; what was known of a model whose setting is the same stays."""
+        before, self._settings = self._settings, settings
+        kept = {m for m, s in settings.models.items() if before.models.get(m) == s}
+        added = {m: _State(self._source(m, s)) for m, s in settings.models.items() if m not in kept}
+        await self._load(added)
+        self._states = {m: added.get(m) or self._states[m] for m in settings.models}
+        if before.models != settings.models:
+            self._cache.clear()
+            self._cached = 0
 
     async def close(self) -> None:
         """End what is under way."""
@@ -188,7 +202,8 @@ class Tokens:
         if state.problem:
             log.info("tokenizer_works_again", model=model)
             state.problem = ""
-        self._keep(key, ids)
+        if state in self._states.values():
+            self._keep(key, ids)  # not what a tokenizer said that has been replaced meanwhile
         return ids
 
     def _failed(self, model: str, state: _State, why: str) -> None:
