@@ -8,7 +8,6 @@ import re
 import socket
 import urllib.request
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -323,12 +322,12 @@ def test_what_somebody_wrote_into_the_store_is_checked_before_it_is_connected_to
     daemon.admin.DeregisterWorker(pb.DeregisterWorkerRequest(worker_id="planted"))
 
 
-def test_configured_workers_are_checked_too(tmp_path: Path) -> None:
+def test_configured_workers_are_checked_too(redis: servers.Server) -> None:
     worker = {"worker_id": "w", "model": "m", "address": "127.0.0.1:1"}
     worker["kv_events_endpoint"] = "tcp://10.0.0.1:5557"
     one = Daemon(
         **{
-            "index.data_dir": str(tmp_path),
+            "redis.url": redis.url,
             "registration.allow_networks": ["127.0.0.0/8"],
             "workers": [worker],
         }

@@ -34,8 +34,8 @@ log = structlog.get_logger(__name__)
 
 __all__ = ["IngestSettings", "RankIngest"]
 
-_LOOK_AGAIN = {Forbidden: 10.0, Unresolved: 1.0}
-"""Seconds until a name that leads nowhere, or where it must not, is looked up again."""
+_BEATS_BARRED = 5
+"""Heartbeats between looks at an endpoint that is forbidden."""
 _RESOLVE_EVERY = 5.0
 _NO_EVENTS = "prompts score 0 here until it publishes"
 _NO_HITS = "every prompt scores 0 here; groups.treat_as can override a kind"
@@ -93,8 +93,6 @@ class RankIngest:
                     await self._wait_for_registration(e)
             except Fenced as e:
                 self._stepped_down("deposed", e)
-            except (Forbidden, Unresolved) as e:
-                await asyncio.sleep(_LOOK_AGAIN[type(e)] * random.uniform(0.8, 1.2))  # noqa: S311
             except (StoreError, TransportError) as e:
                 self._stepped_down("failed", e)
                 await asyncio.sleep(random.uniform(0.5, 1.5))  # noqa: S311 - jitter
@@ -188,14 +186,8 @@ class RankIngest:
             await asyncio.sleep(self._settings.lease_ttl)
 
     async def _own(self, lease: Lease) -> None:
-        """Everything done under one lease. Raises Forbidden or Unresolved, with the lease given
-        back, where nothing may be connected to."""
-        try:
-            endpoints = await self._gate.endpoints(self.registration)
-        except (Forbidden, Unresolved) as e:
-            await self._bar(lease, e)
-            raise
-        self._barred = ""
+        """Everything done under one lease."""
+        endpoints = await self._where(lease)
         session = Session(
             self.registration,
             self._store,
@@ -233,21 +225,44 @@ class RankIngest:
                     now = await self._gate.endpoints(self.registration)
                 except Unresolved:
                     continue
+                except Forbidden as e:
+                    raise TransportError(str(e)) from None
                 if now != endpoints:
                     raise TransportError(f"{endpoints.events} is {now.events} now")
 
-    async def _bar(self, lease: Lease, why: Forbidden | Unresolved) -> None:
-        """Say why nothing is connected to, here and in the store, and give the lease back."""
-        self.state, self.detail = "STALE", str(why)
-        if str(why) != self._barred:
-            self._barred = str(why)
-            self._log.warning("rank_barred", why=str(why), cost="nothing is known of the rank")
+    async def _where(self, lease: Lease) -> Endpoints:
+        """What to connect to. While that is nothing, owns the rank, and says why, in the store
+        too: nobody else could connect either."""
+        found: Endpoints | None = None
         try:
-            evidence = {"state": "STALE", "detail": str(why), "last_event_ms": 0}
+            while found is None:
+                try:
+                    found = await self._gate.endpoints(self.registration)
+                except (Forbidden, Unresolved) as e:
+                    await self._barred_by(lease, e)
+            self._barred = ""
+            return found
+        finally:
+            if found is None:
+                await self._release(lease)
+
+    async def _barred_by(self, lease: Lease, why: Forbidden | Unresolved) -> None:
+        self.state, self.detail = "STALE", str(why)
+        if self.detail != self._barred:
+            self._barred = self.detail
+            self._log.warning("rank_barred", why=self.detail, cost="nothing is known of the rank")
+        evidence = {"state": "STALE", "detail": self.detail, "last_event_ms": 0}
+        # A name may get its address at any moment; what is forbidden seldom changes.
+        for _ in range(1 if isinstance(why, Unresolved) else _BEATS_BARRED):
             await self._store.renew(lease, None, evidence)
-            await self._store.release(lease)
-        except StoreError as e:
-            self._log.info("lease_not_released", error=str(e))
+            await asyncio.sleep(self._settings.heartbeat * random.uniform(0.8, 1.0))  # noqa: S311
+
+    async def _release(self, lease: Lease) -> None:
+        try:
+            async with asyncio.timeout(2.0):
+                await self._store.release(lease)
+        except (StoreError, TimeoutError) as e:
+            self._log.info("lease_not_released", error=str(e) or "no answer in time")
 
     async def _hand_over(self, session: Session) -> None:
         """Write what is queued and release the lease, if it is still ours and the store answers."""
