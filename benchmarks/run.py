@@ -110,7 +110,7 @@ def save(args: argparse.Namespace, results: dict[str, Any]) -> str:
 
 def main() -> None:
     """See the module's head."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, epilog="Example: kvindexd bench --quick")
     parser.add_argument("--quick", action="store_true", help="under three minutes, smaller sizes")
     parser.add_argument("--only", nargs="+", choices=[*SUITES, "busy"], metavar="SUITE")
     parser.add_argument("--no-peer", action="store_true", help="measure kvindexd alone")
