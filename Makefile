@@ -7,7 +7,7 @@ PROTO_VENV := .venv-proto
 PROTOS := $(shell find proto -name '*.proto')
 PROTOC = $(PROTO_VENV)/bin/python -m grpc_tools.protoc -I proto
 
-.PHONY: venv proto proto-check lint format types redis browser pytest test demo demo-envoy bench soak package clean
+.PHONY: venv proto proto-check lint format types redis browser pytest test demo demo-envoy bench docs soak package clean
 
 venv: $(VENV)/.stamp
 
@@ -79,6 +79,12 @@ package: venv
 	&& $(PY) tests/smoke.py "$$tmp/bin" \
 	&& $(VENV)/bin/cyclonedx-py environment --of JSON -o dist/kvindexd.cdx.json "$$tmp/bin/python" \
 	&& ls -l dist
+
+# docs/reference/ from the code, then the site in build/site.
+docs: venv
+	$(PY) docs/generate.py
+	$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(VENV)/bin/mkdocs build -q --strict --site-dir build/site
 
 soak: venv
 	$(PY) -m pytest tests/soak $(PYTEST_ARGS)
