@@ -40,7 +40,14 @@ from kvindexd.chain import pack_tokens
 from kvindexd.cli.main import app
 from kvindexd.registration import Registration
 from kvindexd.testing import encode_batch
-from kvindexd.wire import Batch, BlockStored, Rejected, decode_batch
+from kvindexd.wire import (
+    Batch,
+    BatchError,
+    BlockRemoved,
+    BlockStored,
+    Rejected,
+    decode_batch,
+)
 
 MASK = Mask(b"k" * 32)
 
@@ -347,9 +354,53 @@ def test_what_is_not_understood_is_masked_whole() -> None:
 
 
 @given(st.binary(max_size=60))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_masking_takes_any_bytes(payload: bytes) -> None:
-    MASK.payload(payload)
+    try:
+        decode_batch(payload)
+    except BatchError:
+        with pytest.raises(BatchError):
+            decode_batch(MASK.payload(payload))
+    else:
+        decode_batch(MASK.payload(payload))
+
+
+ODD = [
+    None, True, 0, -1, 2**32, 2**64 - 1, -(2**63), 1.5, "", "x", "é" * 70, b"", b"ab", b"x" * 200,
+    [], [1], [[1, 2]], [[1], 2], ["x", 4], {"lora_name": "a", "cache_salt": "s"}, {1: 2},
+]  # fmt: skip
+
+
+@given(st.dictionaries(st.sampled_from([*FIELDS, "cache_salt", "origin", "more"]),
+                       st.sampled_from(ODD), max_size=3), st.booleans(), st.booleans())  # fmt: skip
+@settings(max_examples=150, deadline=None)
+def test_a_masked_event_is_judged_as_the_original(
+    odd: dict[str, Any], array: bool, removed: bool
+) -> None:
+    event = STORE | odd | ({"type": "BlockRemoved"} if removed else {})
+    if array and removed:
+        sent: Any = ["BlockRemoved", event["block_hashes"], event["medium"], event["group_idx"]]
+    else:
+        sent = as_array(event) if array else event
+    payload = msgspec.msgpack.encode([1.0, [sent, sent], 0])
+    before, after = decode_batch(payload), decode_batch(MASK.payload(payload))
+    assert [seen(e) for e in after.events] == [seen(e) for e in before.events]
+
+
+def seen(event: Any) -> Any:
+    """What masking must leave as it is."""
+    if isinstance(event, Rejected):
+        return event.reason, event.tag
+    if isinstance(event, BlockRemoved):
+        return len(event.hashes), event.medium, event.group_idx, event.remaining
+    assert isinstance(event, BlockStored)
+    return (
+        [len(h) if isinstance(h, bytes) else 0 for h in event.hashes],
+        event.parent is None, event.num_tokens, event.block_size, event.medium, event.group_idx,
+        event.kind, event.window, event.pairs, event.reused, event.lora_name is None,
+        event.cache_salt is None, event.extra_keys is None,
+        [len(t) for t in event.lookahead or ()],
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

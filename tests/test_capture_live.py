@@ -430,6 +430,46 @@ def test_a_loop_restarts_the_engine_and_its_clock_goes_on(tmp_path: Path) -> Non
     assert got[4][2] == batch(0, 20.0).payload
 
 
+def test_an_engine_restarted_while_it_is_captured_is_restarted_in_the_playback(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "restarted.gz"
+    with FakeEngine() as engine:
+        engine.publish([{"type": "AllBlocksCleared"}])
+
+        def publish() -> None:
+            until(lambda: replays(file) == 1, "the first replay")
+            for _ in range(2):
+                engine.publish([{"type": "AllBlocksCleared"}])
+            until(lambda: len(frames_of(file)) == 2, "two frames")
+            engine.restart()
+            until(lambda: replays(file) == 2, "the second replay")
+            for _ in range(3):
+                engine.publish([{"type": "AllBlocksCleared"}])
+
+        done = in_process(
+            "capture", "--endpoint", engine.endpoint(), "--replay-endpoint",
+            engine.replay_endpoint(), "--include-replay", "--count", 5, "-o", file,
+            meanwhile=publish,
+        )  # fmt: skip
+    assert done.exit_code == 0
+    sent = frames_of(file)
+    assert [r.seq for r in sent] == [1, 2, 0, 1, 2]
+    rank = check(open_capture(file)).ranks[0]
+    assert rank.counters["restarts"] == 1
+    assert rank.counters["link:connected"] == 2
+    assert "gaps" not in rank.counters
+    with Played(file, speed=0) as played:
+        assert played.replay()[0] == 0
+        got = [played.next() for _ in sent]
+        assert [(m[1][-1], m[2]) for m in got] == [(r.seq, r.payload) for r in sent]
+        assert played.replay() == [0, 1, 2]
+
+
+def replays(file: Path) -> int:
+    return sum(isinstance(r, ReplayRecord) for r in records_of(file))
+
+
 def test_a_subscriber_that_does_not_come_is_told(tmp_path: Path) -> None:
     path = write(tmp_path / "x.gz", [batch(0, 1.0)])
     player = Player(

@@ -193,7 +193,8 @@ class Mask:
         if isinstance(value, bytes):
             return self._digest(b"h" + value, len(value)) if value else value
         if isinstance(value, str):
-            return self._digest(b"h" + value.encode(), len(value)).hex()[: len(value)]
+            raw = value.encode()
+            return self._digest(b"h" + raw, len(raw)).hex()[: len(raw)] if raw else value
         return self._blind(value)
 
     def _extra_keys(self, value: Any) -> Any:
@@ -227,7 +228,7 @@ class Mask:
         if isinstance(value, dict):
             # Keys are names of fields, such as lora_name in a metadata map.
             return {k if isinstance(k, str) else "?": self._blind(v) for k, v in value.items()}
-        return None  # floats, extension types
+        return 0.0 if isinstance(value, float) else None  # None: extension types
 
     def _digest(self, data: bytes, size: int) -> bytes:
         if size <= hashlib.blake2b.MAX_DIGEST_SIZE:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -15,8 +15,8 @@ import typer
 from kvindexd.capturing.lines import CaptureError
 from kvindexd.capturing.player import Played, Player, Settings, source_of
 from kvindexd.capturing.reader import open_capture
-from kvindexd.cli.client import CALL_TIMEOUT, Client, connect
-from kvindexd.cli.output import JsonOption, fail, print_json
+from kvindexd.cli.client import CALL_TIMEOUT, channel, connect, explain
+from kvindexd.cli.output import JsonOption, fail, note, print_json
 from kvindexd.cli.progress import progress
 from kvindexd.ingest.sockets import TransportError, check_endpoint
 from kvindexd.registration import Registration
@@ -49,7 +49,7 @@ def replay(
         bool, typer.Option("--hold", help="Stay up behind the last frame, until Ctrl-C.")
     ] = False,
     source: Annotated[str, typer.Option(help="Which publisher to play, if there are more.")] = "",
-    register_with: Annotated[
+    server: Annotated[
         str,
         typer.Option("--register", metavar="ADDR", help="Register with this kvindexd meanwhile."),
     ] = "",
@@ -61,9 +61,10 @@ def replay(
 ) -> None:
     """Play a capture as a publisher, as the engine did that it was taken from.
 
-    Exit status 1 if the file cannot be read to its end, or no subscriber came.
+    A file that was cut short is played up to the cut. Exit status 1 if the file cannot be read, an
+    address cannot be bound, or the subscribers to wait for do not come.
     """
-    if register_with and bind.startswith(_WILDCARDS):
+    if server and bind.startswith(_WILDCARDS):
         raise typer.BadParameter(
             "with --register, name the address that the server connects to, such as "
             "tcp://10.0.0.5:5557",
@@ -74,7 +75,7 @@ def replay(
         replay_bind=_bindable(replay_bind, "--replay-bind") if replay_bind else "",
         speed=speed,
         loop=loop,
-        subscribers=max(wait, int(bool(register_with))),
+        subscribers=max(wait, int(bool(server))),
         patience=patience,
     )
     try:
@@ -93,7 +94,7 @@ def replay(
             worker_id=worker_id or f"{recorded.worker_id}-replay",
             model=model or recorded.model,
         )
-        played = _play(player, worker, register_with, hold)
+        played = _play(player, worker, server, hold)
     except (CaptureError, TimeoutError) as e:
         fail(str(e))
     finally:
@@ -110,10 +111,7 @@ def _bindable(endpoint: str, option: str) -> str:
 
 def _play(player: Player, worker: Registration, server: str, hold: bool) -> Played:
     publisher = player.publisher
-    typer.echo(
-        f"publishing on {publisher.endpoint}, replay on {publisher.replay_endpoint or 'nothing'}",
-        err=True,
-    )
+    note(f"publishing on {publisher.endpoint}, replay on {publisher.replay_endpoint or 'nothing'}")
     with _stopped_by_signals(player), _registration(player, worker, server):
         with progress() as show:
             played = player.play(lambda p: show(_said_played(p)))
@@ -151,18 +149,21 @@ def _registration(player: Player, recorded: Registration, server: str) -> Iterat
     )
     with connect(server) as client:
         client.admin.RegisterWorker(pb.RegisterWorkerRequest(worker=worker), timeout=CALL_TIMEOUT)
-        try:
-            yield
-        finally:
-            _deregister(client, worker)
+    try:
+        yield
+    finally:
+        _deregister(server, worker)
 
 
-def _deregister(client: Client, worker: pb.Worker) -> None:
+def _deregister(server: str, worker: pb.Worker) -> None:
     request = pb.DeregisterWorkerRequest(
         worker_id=worker.worker_id, dp_rank=worker.dp_rank, namespace=worker.namespace
     )
-    with suppress(grpc.RpcError):  # it is gone already, or the server is
-        client.admin.DeregisterWorker(request, timeout=CALL_TIMEOUT)
+    with channel(server) as client:
+        try:
+            client.admin.DeregisterWorker(request, timeout=CALL_TIMEOUT)
+        except grpc.RpcError as e:
+            note(f"{worker.worker_id} is still registered: {explain(server, e)}")
 
 
 def _said_played(p: Played) -> str:

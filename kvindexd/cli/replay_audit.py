@@ -8,15 +8,14 @@ from typing import NamedTuple
 
 import grpc
 import msgspec
-import numpy as np
 import xxhash
 
+from kvindexd.capturing.offline import SetPresence
 from kvindexd.cli.client import CALL_TIMEOUT, Client
 from kvindexd.ingest.actions import ReplayOutcome
 from kvindexd.ingest.frame import Frame
 from kvindexd.ingest.replay import ReplayClient, ReplayResult, ReplaySettings
 from kvindexd.ingest.sockets import new_context
-from kvindexd.model import ADD, MUTATION, BatchDelta
 from kvindexd.rank_state import Options
 from kvindexd.residency import Residency
 from kvindexd.v1 import index_pb2 as pb
@@ -53,7 +52,7 @@ class _Reader:
     def __init__(self, worker: pb.Worker) -> None:
         self._until = worker.last_seq
         self.residency = Residency(Options(reports_reuse=worker.reports_reuse))
-        self.names: set[tuple[int, int]] = set()
+        self._presence = SetPresence()
         self.first, self.last = -1, -1
         self.batches = 0
         self.whole = False
@@ -75,14 +74,12 @@ class _Reader:
         self.whole = self.whole or any(isinstance(e, AllBlocksCleared) for e in batch.events)
         digest = xxhash.xxh3_64_intdigest(frame.payload)
         delta = self.residency.apply(batch, seq=frame.seq, digest=digest, now=batch.ts)
-        self._follow(delta)
+        self._presence.apply(delta)
 
-    def _follow(self, delta: BatchDelta) -> None:
-        if delta.clear:
-            self.names.clear()
-        for m in np.frombuffer(delta.mutations, MUTATION):
-            name = (int(m["plane"]), int(m["name"]))
-            (self.names.add if m["op"] == ADD else self.names.discard)(name)
+    @property
+    def names(self) -> set[int]:
+        """What blocks are called that are held on any tier, by any group."""
+        return set().union(*self._presence.names.values())
 
 
 class ReplayUnusable(Exception):
@@ -147,7 +144,7 @@ def audit_replay(
 
 
 def _look_up(client: Client, worker: pb.Worker, reader: _Reader, sample: int) -> _Lookup:
-    names = sorted({name for _, name in reader.names})
+    names = sorted(reader.names)
     chosen = names if len(names) <= sample else random.sample(names, sample)
     missing = 0
     for name in chosen:
