@@ -52,7 +52,7 @@ class Case(NamedTuple):
 
 def cases(quick: bool) -> list[Case]:
     """What is measured. Full: 10,000 requests each way, as fast as they go."""
-    n = 2_000 if quick else 10_000
+    n = 1_000 if quick else 10_000
     return [
         Case("chat, closed loop", "chat", n),
         Case("chat, 100/s", "chat", n // 10, rate=100),
