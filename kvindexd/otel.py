@@ -191,7 +191,8 @@ class _Watched(SpanExporter):
         self._count = count
         self._words = _LastWords()
         self._failing = False
-        self.endpoint = str(getattr(inner, "_endpoint", ""))
+        self._raw_endpoint = str(getattr(inner, "_endpoint", ""))
+        self.endpoint = self._raw_endpoint.rpartition("@")[2]
         logging.getLogger(_EXPORTER_LOG).addFilter(self._words)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
@@ -208,7 +209,7 @@ class _Watched(SpanExporter):
             log.warning(
                 "traces_not_exported",
                 endpoint=self.endpoint,
-                error=self._words.text,
+                error=self._words.text.replace(self._raw_endpoint, self.endpoint),
                 cost="spans are lost until the collector takes them; requests are not held up",
             )
         self._failing = not good

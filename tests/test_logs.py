@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import structlog
+from daemon import serving
+from test_ext_proc import Fleet
 
-from kvindexd.telemetry import configure_logging, name_request, tell_repeats, tell_rest
+from kvindexd.telemetry import configure_logging, frames_of, name_request, tell_repeats, tell_rest
 from kvindexd.telemetry.repeats import LimitRepeats, Repeats
 
 # -- repeats ---------------------------------------------------------------------------------
@@ -132,12 +134,44 @@ async def test_what_was_left_out_last_is_told_without_another_line(out: io.Strin
     for i in range(3):
         structlog.get_logger().warning("away", n=i)
     telling = asyncio.create_task(tell_repeats(0.01))
-    async with asyncio.timeout(10):
-        while len(out.getvalue().splitlines()) < 2:
-            await asyncio.sleep(0.01)
+    for _ in range(1000):
+        if len(out.getvalue().splitlines()) > 1:
+            break
+        await asyncio.sleep(0.01)
     telling.cancel()
     last = json.loads(out.getvalue().splitlines()[-1])
     assert (last["n"], last["suppressed"], last["level"]) == (2, 1, "warning")
+
+
+def test_errors_of_requests_are_logged_without_their_messages(out: io.StringIO) -> None:
+    configure_logging("json", "info", out)
+    try:
+        {}["the quokka"]
+    except KeyError as e:
+        shown = frames_of(e)
+        logging.getLogger("grpc._cython.cygrpc").exception("Unexpected [KeyError]")
+        logging.getLogger("some.library").exception("failed")
+    assert shown.endswith("KeyError")
+    assert "test_logs.py" in shown
+    of_grpc, of_library = map(json.loads, out.getvalue().splitlines())
+    assert of_grpc["exception"] == shown
+    # What is not about a request keeps its message.
+    assert "KeyError: 'the quokka'" in of_library["exception"]
+
+
+def test_a_daemon_shows_repeats_once_and_the_rest_at_its_end(tmp_path: Path) -> None:
+    settings = {"log.repeat_seconds": 600, "metrics.listen": ""}
+    with serving(index__data_dir=str(tmp_path), **settings) as daemon:
+        daemon.register("a", "tcp://127.0.0.1:9", address="10.0.0.1:8000")
+        fleet = Fleet(daemon, {})
+        for _ in range(4):
+            fleet.buffered(b'{"model": "m", "prompt": "x"}')
+        fleet.channel.close()
+        assert len(daemon.events("picked_by_load")) == 1
+    first, last = daemon.events("picked_by_load")
+    assert "suppressed" not in first
+    assert last["suppressed"] == 2
+    assert daemon.records[-1]["event"] == "stopped"
 
 
 def test_request_ids_of_clients_cannot_break_a_line(out: io.StringIO) -> None:

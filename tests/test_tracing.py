@@ -24,7 +24,7 @@ from test_ext_proc import BUFFERED, Fleet, ep, headers, response_headers
 from tokenize_server import TokenizeServer, tokenizing
 
 from kvindexd import tracing
-from kvindexd.config import ConfigError, TracingConfig
+from kvindexd.config import ConfigError, TracingConfig, load
 from kvindexd.testing.engine import FakeEngine
 
 PROCESS = "envoy.service.ext_proc.v3.ExternalProcessor/Process"
@@ -133,6 +133,19 @@ def test_a_request_through_envoy_is_one_trace(rig: Rig) -> None:
     assert sent["traceparent"] == f"00-{trace}-{asked.span}-01"
 
 
+def test_where_envoy_traces_itself_its_own_span_is_the_parent(rig: Rig) -> None:
+    trace, envoy, of_envoy = traceparent()
+    _, _, of_client = traceparent()
+    call = rig.fleet.channel.stream_stream(
+        f"/{PROCESS}",
+        ep.ProcessingRequest.SerializeToString,
+        ep.ProcessingResponse.FromString,
+    )
+    asked = ep.ProcessingRequest(request_headers=headers(end=True, traceparent=of_client))
+    list(call(iter([asked]), timeout=10, metadata=[("traceparent", of_envoy)]))
+    assert rig.collector.until(trace, {PROCESS})[PROCESS].parent == envoy
+
+
 def test_a_pick_by_grpc_is_one_trace(rig: Rig) -> None:
     trace, caller, header = traceparent()
     asked = request(list(PROMPT.encode()), request_id="r-7")
@@ -207,6 +220,8 @@ def test_a_pick_past_its_budget_says_so(rig: Rig) -> None:
     assert spans["pick"].attributes["kvindexd.budget_exceeded"] is True
     assert spans["pick"].attributes["kvindexd.by"] == "load"
     assert spans["tokens"].attributes["error.type"] == "CancelledError"
+    # Lines about the request lead to its trace.
+    assert trace in {line.get("trace_id") for line in rig.daemon.events("picked_by_load")}
 
 
 def test_a_trace_that_is_not_sampled_leaves_no_span(rig: Rig) -> None:
@@ -364,6 +379,23 @@ async def test_the_ratio_is_of_traces_begun_here() -> None:
         assert [s.trace for s in collector.spans()] == [trace]
         assert sorted(counted) == [("exported", 1), ("recorded", 1)]
     assert not tracing.on()
+
+
+async def test_a_password_of_the_collector_is_not_logged(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.1")
+    settings = TracingConfig(enabled=True, endpoint="http://u:s3cret@127.0.0.1:9", flush_seconds=5)
+    async with tracing.running(settings):
+        await asyncio.create_task(begun({}))
+    said = capsys.readouterr().out
+    assert "traces_not_exported" in said
+    assert "127.0.0.1:9" in said
+    assert "s3cret" not in said
+    with pytest.raises(ConfigError) as error:
+        load(env={"KVINDEXD_TRACING__ENDPOINT": "u:s3cret@127.0.0.1:9"})
+    assert "expected a URL" in str(error.value)
+    assert "s3cret" not in str(error.value)
 
 
 async def begun(parent: dict[str, str]) -> tracing.LongSpan | None:

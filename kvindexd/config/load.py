@@ -341,7 +341,7 @@ def _unknown(
 
 def _wrong(key: str, value: object, source: str, expected: str) -> ConfigError:
     got = "***" if key in _SECRETS else mask_secrets(repr(value))
-    if key == "redis.url" and "://" not in got:
+    if key in ("redis.url", "tracing.endpoint") and "://" not in got:
         got = repr("***@" + got.strip("'").rpartition("@")[2]) if "@" in got else got
     if len(got) > 200:
         got = got[:200] + "..."
