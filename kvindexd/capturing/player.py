@@ -78,7 +78,7 @@ class Player:
             b"",
             max(BUFFER_STEPS, largest),
             connect=False,
-            # A file is sent whole: who reads it slowly makes us wait, not lose.
+            # A file is sent whole: nothing is dropped for one who reads slowly.
             send_hwm=0,
         )
         self._shift = 0.0
@@ -163,7 +163,8 @@ class Player:
     def _note(self, frame: Frame) -> None:
         if frame.ts is None:
             return
-        self._last = (frame.seq, frame.ts)
+        if frame.seq > self._last[0]:
+            self._last = (frame.seq, frame.ts)
         first, last = self._times or (frame.ts, frame.ts)
         self._times = (min(first, frame.ts), max(last, frame.ts))
 
