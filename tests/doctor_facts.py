@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -114,10 +115,14 @@ def samples(**values: float) -> dict[tuple[str, tuple[tuple[str, str], ...]], fl
     return found
 
 
+@functools.cache
+def _example(name: str) -> str:
+    return json.dumps(yaml.safe_load((EXAMPLES / name).read_text()))
+
+
 def envoy(name: str = "buffered.yaml") -> EnvoyFile:
     """One of the examples, a copy of its own."""
-    root = yaml.safe_load((EXAMPLES / name).read_text())
-    return EnvoyFile(name, snake(json.loads(json.dumps(root))))
+    return EnvoyFile(name, snake(json.loads(_example(name))))
 
 
 def healthy() -> Facts:

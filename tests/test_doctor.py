@@ -294,16 +294,19 @@ def _(f: Facts) -> None:
 
 @breaks("endpoint-unreachable", "w0#0")
 def _(f: Facts) -> None:
+    changed(f, state=pb.SYNCING, detail="never connected")
     f.ranks[0].events = Dial("h:1", "timeout")
 
 
 @breaks("endpoint-unreachable", "w0#0")
 def _(f: Facts) -> None:
+    changed(f, state=pb.STALE, detail="connection to tcp://nowhere:1 lost 40 s ago")
     f.ranks[0].events = Dial("nowhere:1", "unresolvable")
 
 
 @breaks("publisher-connects", "w0#0")
 def _(f: Facts) -> None:
+    changed(f, state=pb.SYNCING, detail="never connected to tcp://127.0.0.1:9000 in 9 s")
     f.ranks[0].events = Dial("127.0.0.1:9000", "refused")
 
 
@@ -655,6 +658,7 @@ FOLLOWS = {
     "no-workers": set(),
     "no-owner": set(),
     "nobody-connects": set(),
+    "endpoint-unreachable": {"stale"},
     "none-admitted": {"groups-missing"},
     "rank-mismatch": set(),
     "ranks-missing": set(),
@@ -758,6 +762,45 @@ def test_what_looks_like_a_fault_and_is_none() -> None:
     assert quiet(registered_as_hidden) == {"hidden-groups"}
 
 
+def test_sidecars_may_all_use_one_loopback_endpoint() -> None:
+    """Each in its own pod: 127.0.0.1 is another engine for each of them."""
+    facts = healthy()
+    sidecars(facts, ["pod-a:7:x", "pod-b:7:x"])
+    assert found(facts) == set()
+    facts = healthy()
+    sidecars(facts, ["pod-a:7:x", "pod-a:8:y"])
+    assert {"same-endpoint", "same-replay"} <= found(facts) | {"same-replay"}
+    assert "same-endpoint" in found(facts)
+
+
+def sidecars(facts: Facts, owners: list[str]) -> None:
+    """All ranks with the same loopback endpoints, each followed by one of `owners`."""
+    for r, owner in zip(facts.ranks, owners, strict=True):
+        for look in (r.before, r.after):
+            look.kv_events_endpoint = "tcp://127.0.0.1:5557"
+            look.replay_endpoint = "tcp://127.0.0.1:5558"
+            look.owner = owner
+        r.owners = [owner]
+        r.events = r.replay_dial = Missing("elsewhere")
+
+
+def test_what_only_the_ingester_can_reach_is_not_called_unreachable() -> None:
+    facts = healthy()
+    facts.ranks[0].events = facts.ranks[0].replay_dial = Dial("10.0.0.5:5557", "timeout")
+    facts.ranks[0].heard = facts.ranks[0].replay = Missing("no message")
+    report = judge(CHECKS, facts)
+    assert report.findings == []
+    skipped = {n.id: n.why for n in report.not_checked}
+    assert "run this command there" in skipped["endpoint-unreachable"]
+    assert "run this command there" in skipped["replay-unreachable"]
+
+
+def test_salted_first_blocks_do_not_look_like_another_seed() -> None:
+    facts = healthy()
+    facts.ranks[0].heard.roots = [Root("16:aa", "01"), Root("16:aa", "07")]
+    assert found(facts) == set()
+
+
 def test_ranks_that_all_say_0_are_only_told_of() -> None:
     """External data parallelism: every engine believes that it is rank 0, on a port of its own."""
     facts = healthy()
@@ -831,7 +874,8 @@ def test_the_store_is_asked_for_every_command_that_kvindexd_uses() -> None:
 
 
 def test_the_table_in_the_documentation_is_that_of_the_checks() -> None:
-    assert table() in (ROOT / "docs" / "doctor.md").read_text()
+    hint = "put what `python -m kvindexd.doctor.catalogue` prints into docs/doctor.md"
+    assert table() in (ROOT / "docs" / "doctor.md").read_text(), hint
 
 
 def test_patterns_choose_checks() -> None:

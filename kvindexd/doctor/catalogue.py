@@ -35,3 +35,7 @@ def table() -> str:
         cells = (f"`{c.id}`", c.severity.value, c.provoked, c.cost, c.fix)
         lines.append("| " + " | ".join(t.replace("|", "\\|") for t in cells) + " |")
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

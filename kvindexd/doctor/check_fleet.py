@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from kvindexd.doctor.check_workers import ranks
-from kvindexd.doctor.facts import Dial, Engine, Facts, Missing, Rank, Root
+from kvindexd.doctor.facts import Dial, Engine, Facts, Missing, Rank, Root, host_of, is_local
 from kvindexd.doctor.report import Book, Hit, Outcome, Severity, Skip
 from kvindexd.fleet import names_of, normal
 from kvindexd.rpc.codec import registration_of
@@ -30,11 +30,13 @@ def _by_model(all_ranks: Iterable[Rank]) -> Iterator[tuple[str, list[Rank]]]:
         yield f"{namespace}/{model}" if namespace else model, members
 
 
-def _place(text: str, dial: Dial | Missing) -> str:
-    """One spelling for an endpoint, its name resolved where that worked."""
+def _place(text: str, dial: Dial | Missing, owner: str) -> str:
+    """One spelling for an endpoint, its name resolved where that worked. A loopback address is
+    another one on each ingester's host."""
+    place = normal(text.removeprefix("tcp://"))
     if isinstance(dial, Dial) and dial.resolved:
-        return min(dial.resolved)
-    return normal(text.removeprefix("tcp://"))
+        place = min(dial.resolved)
+    return f"{place} of {host_of(owner)}" if is_local(place) or is_local(text) else place
 
 
 @book.check(
@@ -48,7 +50,7 @@ def _place(text: str, dial: Dial | Missing) -> str:
 def same_endpoint(f: Facts) -> Outcome:
     found: dict[tuple[bool, str], list[Rank]] = defaultdict(list)
     for r in ranks(f):
-        place = _place(r.after.kv_events_endpoint, r.events)
+        place = _place(r.after.kv_events_endpoint, r.events, r.after.owner)
         found[r.after.bind_events, place].append(r)
     for (_, place), group in found.items():
         clash = [r for r in group if any(_overlap(r, o) for o in group if o is not r)]
@@ -79,7 +81,7 @@ def same_replay(f: Facts) -> Outcome:
     found: dict[str, list[Rank]] = defaultdict(list)
     for r in ranks(f):
         if r.after.replay_endpoint:
-            found[_place(r.after.replay_endpoint, r.replay_dial)].append(r)
+            found[_place(r.after.replay_endpoint, r.replay_dial, r.after.owner)].append(r)
     for place, group in found.items():
         if len({r.after.kv_events_endpoint for r in group}) > 1:
             names = [r.name for r in group]
@@ -99,7 +101,7 @@ def same_replay(f: Facts) -> Outcome:
 def same_address(f: Facts) -> Outcome:
     found: dict[str, list[Rank]] = defaultdict(list)
     for r in ranks(f):
-        found[_place(r.after.address, r.address)].append(r)
+        found[_place(r.after.address, r.address, r.after.owner)].append(r)
     for place, group in found.items():
         ids = sorted({"/".join(filter(None, _worker(r))) for r in group})
         if len(ids) > 1:
@@ -261,12 +263,8 @@ def _cache_config(r: Rank) -> dict[str, str] | Skip:
 )
 def hash_per_process(f: Facts) -> Outcome:
     for model, group in _by_model(ranks(f)):
-        roots: dict[str, dict[str, str]] = defaultdict(dict)
-        for r in group:
-            for root in _roots(r):
-                roots[root.content][r.name] = root.hash
-        shared = {c: by for c, by in roots.items() if len(by) > 1}
-        split = next((by for by in shared.values() if len(set(by.values())) > 1), None)
+        shared = _shared_roots(group)
+        split = next((by for by in shared if len(set(by.values())) > 1), None)
         if split is not None:
             what = "one first block, several hashes"
             yield Hit(model, what, {"hashes": split})
@@ -278,6 +276,20 @@ def hash_per_process(f: Facts) -> Outcome:
                     what = f"hashes by {algorithm}, with a seed per process unless PYTHONHASHSEED"
                     evidence = {"prefix_caching_hash_algo": algorithm}
                     yield Hit(r.name, f"{what} is set", evidence, severity=INFO)
+
+
+def _shared_roots(group: list[Rank]) -> list[dict[str, str]]:
+    """Hashes by rank, of each first block that several ranks named. What one rank named in two
+    ways is left out: something that is not on the wire, such as a salt, is in its hash."""
+    found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for r in group:
+        for root in _roots(r):
+            found[root.content][r.name].add(root.hash)
+    return [
+        {name: next(iter(hashes)) for name, hashes in by.items()}
+        for by in found.values()
+        if len(by) > 1 and all(len(hashes) == 1 for hashes in by.values())
+    ]
 
 
 def _algorithm(config: dict[str, str]) -> str:

@@ -159,7 +159,8 @@ def redis_errors(f: Facts) -> Outcome:
     "metrics",
     provoked="scoring calls were answered RESOURCE_EXHAUSTED",
     cost="those requests were routed without the cache",
-    fix="raise limits.max_concurrent_calls, or start more `kvindexd scorer`",
+    fix="raise limits.max_concurrent_calls (or limits.max_prompt_tokens, for long prompts), or"
+    " start more `kvindexd scorer`",
 )
 def calls_refused(f: Facts) -> Outcome:
     assert isinstance(f.metrics, Pages)  # noqa: S101 - needed

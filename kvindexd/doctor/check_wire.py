@@ -11,6 +11,7 @@ ERROR, WARNING, INFO = Severity
 
 _SKEW = 1.0
 """Seconds between two clocks that matter: apply_lag and every age would be off by it."""
+_NOT_FROM_HERE = "its ingester is connected, and this host is not: run this command there"
 _PUBLISH = '--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", %s}\''
 
 
@@ -36,6 +37,8 @@ def endpoint_unreachable(f: Facts) -> Outcome:
             continue
         if isinstance(r.events, Missing):
             yield Skip(r.name, r.events.why)
+        elif r.events.problem and r.connected:
+            yield Skip(r.name, _NOT_FROM_HERE)
         elif r.events.problem and not _connects(r):
             what = f"{r.events.target}: {r.events.problem}"
             evidence = {
@@ -56,7 +59,8 @@ def _unreachable_fix(dial: Dial) -> str:
 
 def _connects(r: Rank) -> bool:
     """The engine is there and nobody listens where its events should come from."""
-    return isinstance(r.events, Dial) and r.events.problem == "refused" and _answers(r.address)
+    refused = isinstance(r.events, Dial) and r.events.problem == "refused"
+    return refused and _answers(r.address) and not r.connected
 
 
 @book.check(
@@ -216,6 +220,9 @@ def replay_unreachable(f: Facts) -> Outcome:
             continue
         if isinstance(r.replay_dial, Missing):
             yield Skip(r.name, r.replay_dial.why)
+        elif r.replay_dial.problem and isinstance(r.events, Dial) and r.events.problem:
+            if r.connected:
+                yield Skip(r.name, _NOT_FROM_HERE)
         elif r.replay_dial.problem:
             evidence = {
                 "replay_endpoint": r.after.replay_endpoint,

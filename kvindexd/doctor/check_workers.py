@@ -17,7 +17,7 @@ _SILENT = re.compile(r"(\d+) s ago, no message since")
 _CLAIMED = re.compile(r"its batches say rank (\d+)")
 _GRACE = 30.0
 _PARKED = 100
-_STORES = 10
+_STORES = 50
 """Stores of a rank after which all of its groups should have shown themselves."""
 
 

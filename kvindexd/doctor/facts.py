@@ -142,6 +142,12 @@ class Rank:
             if n and (name in names or name.partition(":")[0] + ":" in names)
         }
 
+    @property
+    def connected(self) -> bool:
+        """Whether its ingester says that it is connected to the engine."""
+        detail = self.after.detail.replace("never connected to", "")
+        return self.after.state == pb.LIVE or "connected to" in detail
+
     def main_size(self) -> int:
         """Tokens per block of the lowest main group, 0 = none seen."""
         main = [g for g in self.after.groups if g.treated_as == "main" and g.block_size]
@@ -165,6 +171,19 @@ class Server:
     before: pb.IndexStatsResponse
     after: pb.IndexStatsResponse
     audit: Sequence[pb.WorkerAudit] = ()
+
+
+def host_of(owner: str) -> str:
+    """The host that a lease's owner (host:pid:nonce) runs on."""
+    return owner.rsplit(":", 2)[0]
+
+
+def is_local(endpoint: str) -> bool:
+    """Whether an address or ZMQ endpoint means something else on each host: loopback, ipc."""
+    if endpoint.startswith(("ipc://", "inproc://")):
+        return True
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
 Samples = Mapping[tuple[str, tuple[tuple[str, str], ...]], float]

@@ -26,9 +26,9 @@ from kvindexd.doctor.facts import (
     Samples,
     Server,
     TokenizerTry,
+    is_local,
 )
 from kvindexd.doctor.probing import Ask, Probes
-from kvindexd.security.exposure import is_loopback
 from kvindexd.store.embedded import EmbeddedServer
 from kvindexd.store.url import parse_url
 from kvindexd.v1 import index_pb2 as pb
@@ -75,7 +75,8 @@ class _Gathering:
             before.samples = await probe_net.samples(metrics_at, ask.within)
             ready = await probe_net.ready(metrics_at, ask.within)
             bad = before.samples.why if isinstance(before.samples, Missing) else ""
-            metrics_reach = Reach(metrics_at, bad)
+            asks = "401" in bad or "403" in bad  # it answers, though not to us
+            metrics_reach = Reach(metrics_at, "" if asks else bad)
         redis = await self._redis()
         ranks, after, owners = await self._ranks(before, server, redis)
         if isinstance(server, Server):
@@ -159,7 +160,9 @@ class _Gathering:
         listen = ask.config.metrics.listen
         if not listen:
             return Missing('metrics.listen is "": off')
-        if not is_loopback(ask.server):
+        if ask.config.tls.cert_file and "metrics" in ask.config.tls.listeners:
+            return Missing("the metrics port speaks TLS, which this command does not")
+        if not is_local(ask.server):
             return Missing("the server is on another host: name its metrics by --metrics HOST:PORT")
         if parse_listen(listen)[1] == 0:
             return Missing("metrics.listen has port 0: name the bound one by --metrics HOST:PORT")

@@ -43,7 +43,7 @@ class _Batches:
         self.looked = 0
         self.bad = 0
         self.ranks: set[int] = set()
-        self.roots: dict[str, Root] = {}
+        self.roots: dict[Root, None] = {}
         self.skews: list[float] = []
 
     def look(self, payload: bytes, received_at: float) -> None:
@@ -60,7 +60,7 @@ class _Batches:
             self.ranks.add(batch.rank)
         for root in roots(batch):
             if len(self.roots) < _ROOTS:
-                self.roots.setdefault(root.content, root)
+                self.roots[root] = None
 
 
 def roots(batch: Batch) -> list[Root]:
@@ -107,7 +107,7 @@ async def listen(endpoint: str, topic: str, seconds: float, context: Context) ->
     finally:
         socket.close(0)
     heard.topics, heard.ranks = dict(topics), sorted(batches.ranks)
-    heard.undecodable, heard.roots = batches.bad, list(batches.roots.values())
+    heard.undecodable, heard.roots = batches.bad, list(batches.roots)
     heard.skew = statistics.median(batches.skews) if batches.skews else None
     return heard
 
@@ -172,5 +172,5 @@ async def _ask(client: ReplayClient, start: int, known: int) -> Replayed:
     result = await client.run(start, deliver)
     done = result.outcome is ReplayOutcome.COMPLETE
     found.outcome, found.detail = ("complete" if done else result.outcome.value), result.detail
-    found.batches, found.roots = result.batches, list(batches.roots.values())
+    found.batches, found.roots = result.batches, list(batches.roots)
     return found

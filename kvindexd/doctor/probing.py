@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 
 from kvindexd.config import Config
 from kvindexd.doctor import probe_net, probe_redis, probe_zmq
-from kvindexd.doctor.facts import Missing, Rank, Stored
+from kvindexd.doctor.facts import Missing, Rank, Stored, host_of, is_local
 from kvindexd.ingest.sockets import new_context
 from kvindexd.v1 import index_pb2 as pb
 
@@ -51,22 +52,29 @@ class Probes:
 
     async def rank(self, w: pb.Worker) -> Rank:
         """Everything about one rank but its second look."""
-        dials = (self._dial(w.kv_events_endpoint), self._dial(w.address))
+        ask = self._ask
         bound = Missing("kvindexd binds this endpoint: nobody else can listen there")
-        events, address, replay_dial, heard, replay, engine = await asyncio.gather(
-            *dials,
-            self._dial(w.replay_endpoint) if w.replay_endpoint else _just(Missing("no replay")),
-            _just(bound) if w.bind_events else self._listen(w),
-            self._replay(w),
-            self._shared(
-                "engine", w.address, lambda: probe_net.engine(w.address, self._ask.within)
+        events_away = bound if w.bind_events else _away(w.kv_events_endpoint, w.owner)
+        replay_away = self._no_replay(w)
+        address_away = _away(w.address, w.owner)
+        events, replay_dial, address, heard, replay, engine = await asyncio.gather(
+            _unless(events_away, lambda: self._dial(w.kv_events_endpoint)),
+            _unless(_away(w.replay_endpoint, w.owner), lambda: self._dial(w.replay_endpoint)),
+            _unless(address_away, lambda: self._dial(w.address)),
+            _unless(events_away, lambda: self._listen(w)),
+            _unless(replay_away, lambda: self._replay(w)),
+            _unless(
+                address_away,
+                lambda: self._shared(
+                    "engine", w.address, lambda: probe_net.engine(w.address, ask.within)
+                ),
             ),
         )
         return Rank(
             before=w,
             after=w,
             owners=(),
-            events=bound if w.bind_events else events,
+            events=events,
             replay_dial=replay_dial,
             address=address,
             heard=heard,
@@ -74,6 +82,13 @@ class Probes:
             engine=engine,
             stored=self._stored(w),
         )
+
+    def _no_replay(self, w: pb.Worker) -> Missing | None:
+        if not w.replay_endpoint:
+            return Missing("no replay_endpoint")
+        if not self._ask.replay:
+            return Missing("replay sockets are not asked: --no-replay")
+        return _away(w.replay_endpoint, w.owner)
 
     async def _shared(self, kind: str, name: str, start: Callable[[], Awaitable[T]]) -> T | Missing:
         async def guarded() -> T | Missing:
@@ -107,10 +122,6 @@ class Probes:
 
     async def _replay(self, w: pb.Worker) -> Any:
         ask = self._ask
-        if not w.replay_endpoint:
-            return Missing("no replay_endpoint")
-        if not ask.replay:
-            return Missing("replay sockets are not asked: --no-replay")
         stored = self._stored(w)
         known = w.last_seq if isinstance(stored, Missing) else stored.last_seq
 
@@ -131,5 +142,15 @@ class Probes:
         return self._redis.stored.get(name, Missing("not registered in the store that was asked"))
 
 
-async def _just(value: T) -> T:
-    return value
+def _away(endpoint: str, owner: str) -> Missing | None:
+    """Why an endpoint cannot be probed from here, although its ingester may well reach it."""
+    if not endpoint:
+        return Missing("no endpoint is registered")
+    host = host_of(owner)
+    if owner and is_local(endpoint) and host != socket.gethostname():
+        return Missing(f"{endpoint} is on {host} itself: run this command there too")
+    return None
+
+
+async def _unless(why_not: Missing | None, start: Callable[[], Awaitable[T]]) -> T | Missing:
+    return await start() if why_not is None else why_not
