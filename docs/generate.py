@@ -40,6 +40,10 @@ def settings() -> str:
             f"{_first(kind.__doc__)}\n",
             *_keys(schema[kind.__name__]),
         ]
+        for key, about in schema[kind.__name__]["properties"].items():
+            if item := about.get("items", {}).get("$ref"):
+                inner = schema[item.rsplit("/", 1)[-1]]
+                out += [f"### `[[{name}.{key}]]`\n", f"{inner['description']}\n", *_keys(inner)]
     out += ["## `[[workers]]`\n", f"{_first(WorkerConfig.__doc__)}\n"]
     out += _keys(schema[WorkerConfig.__name__])
     return "\n".join(out)

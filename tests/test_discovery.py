@@ -108,6 +108,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, kube: ThreadedKubeStub) -> I
     folder = tmp_path_factory.mktemp("discovery")
     made = Fleet(folder, kube)
     settings = QUICK | {"index.data_dir": str(folder / "data"), "config": str(made.config)}
+    settings["log.repeat_seconds"] = 0
     settings.pop("ingest.heartbeat", None)  # the file's, for a test to change
     with serving(**settings) as daemon:
         made.daemon = daemon
