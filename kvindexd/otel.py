@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import threading
@@ -94,10 +95,10 @@ class Otel:
             try:
                 self._provider.shutdown()
             finally:
-                loop.call_soon_threadsafe(done.set)
+                with contextlib.suppress(RuntimeError):  # nobody waits any more
+                    loop.call_soon_threadsafe(done.set)
 
-        # Not a thread of the loop's executor: those are waited for at the end of the process.
-        threading.Thread(target=shut_down, name="traces-flush", daemon=True).start()
+        _in_thread(shut_down)
         for patience, last in ((seconds, False), (_ABORT_SECONDS, True)):
             try:
                 async with asyncio.timeout(patience):
@@ -111,7 +112,8 @@ class Otel:
                         cost="the spans that were waiting are lost",
                         endpoint=self._exporter.endpoint,
                     )
-                    self._exporter.abort()
+                    # Some versions wait here for the call that is under way.
+                    _in_thread(self._exporter.abort)
 
 
 class _Scope:
@@ -222,6 +224,11 @@ class _Watched(SpanExporter):
     def shutdown(self) -> None:
         """The queue is closed."""
         self._inner.shutdown()
+
+
+def _in_thread(work: Callable[[], None]) -> None:
+    """Not by the loop's executor: its threads are waited for at the end of the process."""
+    threading.Thread(target=work, name="traces-end", daemon=True).start()
 
 
 def _check_protocol() -> None:
