@@ -13,6 +13,8 @@ from kvindexd.discovery.source import Backoff, Report
 
 _SHORT = 1.0
 """Seconds of a watch that ends so soon that the server may be unwell."""
+_GATHER = 0.02
+"""Seconds in which changes are gathered, as in a rollout."""
 _FAILURES = 3
 """Failures of a watch in a row after which all pods are listed again."""
 
@@ -47,6 +49,7 @@ class KubernetesPods:
         """Tell what the pods come to, at each change and when a grace time is over."""
         await self._changed.wait()
         while True:
+            await asyncio.sleep(_GATHER)
             self._changed.clear()
             now = time.monotonic()
             found = self._pods.found(now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 import msgspec
 import structlog
@@ -13,6 +14,14 @@ from kvindexd.model import WorkerKey
 from kvindexd.registration import InvalidRegistration, Registration
 
 log = structlog.get_logger(__name__)
+
+
+class _Prepared(NamedTuple):
+    """A registration as the source gave it, with the source's name, and what is wrong with it."""
+
+    given: Registration
+    registration: Registration
+    problem: str = ""
 
 
 class Member:
@@ -37,6 +46,7 @@ class Member:
         self._wake = wake
         self._unusable: dict[str, str] = {}
         self._failure = ""
+        self._prepared: dict[int, _Prepared] = {}
         self.show()
 
     # -- what the source says -----------------------------------------------------------------
@@ -45,22 +55,37 @@ class Member:
         """Take its whole view."""
         problems = dict(unusable or {})
         view: dict[WorkerKey, Wanted] = {}
+        prepared: dict[int, _Prepared] = {}
         for wanted in found:
-            registration = msgspec.structs.replace(wanted.registration, source=self.name)
-            try:
-                registration.check()
-            except InvalidRegistration as e:
-                problems[str(registration.key)] = str(e)
+            one = self._prepare(wanted.registration)
+            prepared[id(one.given)] = one
+            registration = one.registration
+            if one.problem:
+                problems[str(registration.key)] = one.problem
                 continue
             if registration.key in view:
                 problems[str(registration.key)] = "found twice; the first one counts"
                 continue
             view[registration.key] = wanted._replace(registration=registration)
+        self._prepared = prepared
         self._note_unusable(problems)
         self.works()
         self.view, self.published = view, True
         self.show()
         self._wake()
+
+    def _prepare(self, given: Registration) -> _Prepared:
+        """Most of a view is what it was: thousands of workers must not be checked at each change
+        of one."""
+        known = self._prepared.get(id(given))
+        if known is not None and known.given is given:
+            return known
+        registration = msgspec.structs.replace(given, source=self.name)
+        try:
+            registration.check()
+        except InvalidRegistration as e:
+            return _Prepared(given, registration, str(e))
+        return _Prepared(given, registration)
 
     def failed(self, why: str) -> None:
         """Count it, and log what was not logged last."""

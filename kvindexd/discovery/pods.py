@@ -10,6 +10,7 @@ import msgspec
 
 from kvindexd.discovery.template import Facts, TemplateError, host_text, registrations
 from kvindexd.discovery.wanted import Wanted
+from kvindexd.registration import Registration
 
 
 class Meta(msgspec.Struct, rename="camel"):
@@ -83,9 +84,12 @@ class Found(NamedTuple):
 
 @dataclass
 class _Seen:
+    """`made`: what the template makes of the pod, once per change of it, or why it makes none."""
+
     pod: Pod
-    admitted: bool
-    unready_since: float | None
+    admitted: bool = False
+    unready_since: float | None = None
+    made: list[Registration] | str | None = None
 
 
 class Pods:
@@ -114,7 +118,9 @@ class Pods:
         """A pod is new or has changed."""
         seen = self._seen.get(_name(pod))
         if seen is None or seen.pod.metadata.uid != pod.metadata.uid:
-            seen = self._seen[_name(pod)] = _Seen(pod, False, None)
+            seen = self._seen[_name(pod)] = _Seen(pod)
+        if _facts(seen.pod, self._prefix) != _facts(pod, self._prefix):
+            seen.made = None
         seen.pod = pod
         if pod.ready and pod.runs:
             seen.admitted, seen.unready_since = True, None
@@ -139,15 +145,22 @@ class Pods:
             late = since is not None and now - since >= self._grace
             if since is not None and not late and not seen.pod.deleting:
                 again.append(since + self._grace)
-            try:
-                made = registrations(self._template, _facts(seen.pod, self._prefix))
-            except TemplateError as e:
+            made = self._made(seen)
+            if isinstance(made, str):
                 meta = seen.pod.metadata
-                result.unusable[f"{meta.namespace}/{meta.name}"] = str(e)
+                result.unusable[f"{meta.namespace}/{meta.name}"] = made
                 continue
             draining = late or seen.pod.deleting
             result.wanted.extend(Wanted(r, draining, not seen.admitted) for r in made)
         return result._replace(again_at=min(again, default=None))
+
+    def _made(self, seen: _Seen) -> list[Registration] | str:
+        if seen.made is None:
+            try:
+                seen.made = registrations(self._template, _facts(seen.pod, self._prefix))
+            except TemplateError as e:
+                seen.made = str(e)
+        return seen.made
 
 
 def _name(pod: Pod) -> tuple[str, str]:

@@ -66,6 +66,7 @@ class Reconciler:
         self._changed = asyncio.Event()
         self._backoff = Backoff(0.2, 10.0)
         self._store_failure = ""
+        self._registered = 0
 
     def member(self, owner: Owner) -> Member:
         """The member of this name; a new one if there is none."""
@@ -135,6 +136,8 @@ class Reconciler:
         known = await self._known(keys)
         steps = plan(member.owner, member.settled, view, known, keys)
         member.note_conflicts(keys, steps.conflicts)
+        if any(isinstance(a, Register) and a.registration.key not in known for a in steps.actions):
+            self._registered = len(await self._store.leases())
         todo: dict[WorkerKey, list[Action]] = {key: [] for key in keys}
         for action in steps.actions:
             todo[_key(action)].append(action)
@@ -182,8 +185,9 @@ class Reconciler:
         name = str(key)
         match action:
             case Register(wanted, replaced, instead_of):
-                await self._admit(wanted, 0 if there else len(await self._store.leases()))
+                await self._admit(wanted, 0 if there else self._registered)
                 await self._store.register(key, wanted.encode(), replaced, time.time(), instead_of)
+                self._registered += there is None
                 change = "added" if there is None else "replaced" if replaced else "updated"
                 log.info(
                     "worker_discovered",
