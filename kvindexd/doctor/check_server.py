@@ -119,7 +119,7 @@ def replica_lag(f: Facts) -> Outcome:
     "metrics",
     provoked=f"from engine clock to visible took {_LAG_SECONDS:g} s and more on average",
     cost="prompts are scored against a cache as it was seconds ago",
-    fix="see clock-skew-engine, redis-latency and replica-lag; else give the ingester more CPU",
+    fix="see clock-skew-engine, redis-slow and replica-lag; else give the ingester more CPU",
 )
 def apply_lag(f: Facts) -> Outcome:
     assert isinstance(f.metrics, Pages)  # noqa: S101 - needed
@@ -234,7 +234,7 @@ def picked_by_load(f: Facts) -> Outcome:
     provoked="a worker reused less than was promised: it is marked as drifting, or most of 20 and"
     " more outcomes were over",
     cost="requests go where the cache does not help",
-    fix="kvindexd audit --replay ID, then `kvindexd workers resync ID`; if it returns: --eagle,"
+    fix="kvindexd audit ID --replay, then `kvindexd workers resync ID`; if it returns: --eagle,"
     " --chunk-size or --hidden-groups is missing in its registration",
 )
 def over_reports(f: Facts) -> Outcome:

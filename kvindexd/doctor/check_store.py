@@ -152,7 +152,7 @@ def redis_slow(f: Facts) -> Outcome:
     "redis",
     provoked="the user may not run a command that kvindexd uses",
     cost="what needs the command fails, perhaps only later",
-    fix=f"redis-cli ACL SETUSER USER {ACL}",
+    fix="give the user the rules that the finding names, by redis-cli ACL SETUSER",
 )
 def redis_acl(f: Facts) -> Outcome:
     for s in _servers(f):
@@ -160,7 +160,8 @@ def redis_acl(f: Facts) -> Outcome:
             yield Skip(s.where, s.denied.why)
         elif s.denied:
             names = ", ".join(s.denied)
-            yield Hit(s.where, f"not allowed: {names}", {"denied": dict(s.denied)})
+            fix = f"redis-cli ACL SETUSER USER {ACL}"
+            yield Hit(s.where, f"not allowed: {names}", {"denied": dict(s.denied)}, fix)
 
 
 @book.check(

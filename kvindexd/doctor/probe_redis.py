@@ -20,6 +20,7 @@ from kvindexd.model import Profile, WorkerKey
 from kvindexd.store import Store, StoreError, StoreOptions
 from kvindexd.store.checks import parse_info
 from kvindexd.store.connect import Client, Limits
+from kvindexd.store.errors import StoreDenied
 from kvindexd.store.keys import META, META_SLOT, slot_of_shard, worker_keys
 from kvindexd.store.pool import Link, pack
 from kvindexd.store.replies import has_code
@@ -29,6 +30,8 @@ _PINGS = 15
 _TIMES = 5
 _PROFILES = msgspec.msgpack.Decoder(Profile)
 
+_REFUSED = (b"NOPERM", b"permission", b"ACL failure", b"The user executing the script")
+"""What servers of all versions say inside a script that lacks a right."""
 _NOBODY = "/kvindexd-doctor/0"
 """A rank's name that is nobody's."""
 
@@ -59,7 +62,6 @@ def reads(shard: int) -> list[Command]:
         ("HSCAN", k.blocks, 0),
         ("ZSCORE", k.workers, _NOBODY),
         ("ZRANGE", k.workers, 0, 0),
-        ("XLEN", k.feed),
         ("XREAD", "COUNT", 1, "STREAMS", k.feed, "$"),
         ("XREVRANGE", k.feed, "+", "-", "COUNT", 1),
         ("MEMORY", "USAGE", k.blocks),
@@ -126,10 +128,8 @@ async def look(config: Config, embedded: str, within: float) -> Look:
 async def _shards(client: Client, configured: int) -> int:
     try:
         found = await client.call("doctor", META_SLOT, "HGET", META, "shards")
-    except StoreError as e:
-        if "NOPERM" not in str(e).upper():
-            raise
-        return configured
+    except StoreDenied:
+        return configured  # what exactly is refused is found out below
     return int(found) if found else configured
 
 
@@ -213,7 +213,7 @@ async def _denied(link: Link, shard: int, within: float) -> dict[str, str] | Mis
     return denied | {
         name.decode(): error.decode()
         for name, error in pairs
-        if b"NOPERM" in error or b"permission" in error or b"ACL" in error
+        if any(words in error for words in _REFUSED)
     }
 
 
