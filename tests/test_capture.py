@@ -206,9 +206,18 @@ def test_unknown_records_are_left_out_and_counted_and_broken_ones_named(tmp_path
     assert list(found.records()) == some_frames(1)
     assert found.unknown == 1
     assert "end marker" in found.cut
-    path.write_bytes(encode(header) + b'{"type":"frame","src":"w0","seq":"x"}\n')
-    with pytest.raises(CaptureError, match="record 2"):
-        list(FileCapture(path).records())
+    done = CliRunner().invoke(app, ["conformance", str(path)])
+    assert "1 records of unknown types" in done.output
+    for line in ('{"type":"frame","src":"w0","seq":-1,"payload":""}', '{"type":1}', "[]"):
+        path.write_bytes(encode(header) + line.encode() + b"\n")
+        with pytest.raises(CaptureError, match="record 2"):
+            list(FileCapture(path).records())
+
+
+def test_a_probe_without_its_prompt_is_told(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.gz", [ProbeRecord(src="w0", prompt="p", reusable=1)])
+    done = CliRunner().invoke(app, ["conformance", str(path)])
+    assert "1 probes without their prompt" in done.output
 
 
 def test_a_file_is_not_overwritten_unless_told(tmp_path: Path) -> None:

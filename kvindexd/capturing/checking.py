@@ -82,11 +82,16 @@ _FINDINGS = {
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """Everything about one capture. `cut`: how it ended without an end marker, "" if it did not."""
+    """Everything about one capture. `cut`: how it ended without an end marker, "" if it did not.
+
+    `unknown`: records of a type unknown here; `unasked`: probes whose prompt or source is missing.
+    """
 
     name: str
     masked: bool
     cut: str
+    unknown: int
+    unasked: int
     exact: Result
     attention_only: Result
     differences: list[Difference]
@@ -127,6 +132,7 @@ class _Check:
         self.frames = dict.fromkeys(self.ranks, 0)
         self.exact, self.simple = _Tally(), _Tally()
         self.differences: list[Difference] = []
+        self.unasked = 0
         self._queries: dict[str, Query] = {}
 
     def run(self, capture: Capture) -> None:
@@ -142,6 +148,7 @@ class _Check:
     def _probe(self, probe: ProbeRecord) -> None:
         rank, query = self.ranks.get(probe.src), self._queries.get(probe.prompt)
         if rank is None or query is None:
+            self.unasked += 1
             return
         matched, reusable = rank.score(query, device_only=probe.device_only)
         if not self.exact.add(probe, query, matched, reusable):
@@ -169,6 +176,8 @@ def check(capture: Capture) -> Report:
         name=capture.name,
         masked=capture.header.masked,
         cut=capture.cut,
+        unknown=capture.unknown,
+        unasked=run.unasked,
         exact=run.exact.result,
         attention_only=run.simple.result,
         differences=run.differences,

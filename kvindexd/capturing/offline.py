@@ -120,7 +120,9 @@ def exchanges(capture: Capture, src: str) -> list[Exchange]:
                     found.append(Exchange())
                 connected = True
         elif isinstance(r, ReplayRecord):
-            asked, found[-1].outcome = True, ReplayOutcome(r.outcome)
+            known = r.outcome in {o.value for o in ReplayOutcome}
+            found[-1].outcome = ReplayOutcome(r.outcome) if known else ReplayOutcome.FAILED
+            asked = True
         elif r.replayed:
             asked = True
             found[-1].frames[r.seq] = frame_of(r)

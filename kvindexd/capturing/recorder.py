@@ -30,6 +30,7 @@ log = structlog.get_logger(__name__)
 
 _LOOK = 0.2
 """Seconds between looks at the clock, the disk and the progress while nothing comes."""
+_REPLAY_PATIENCE = 10.0
 _MAX_MESSAGE = 256 << 20
 _RECEIVE_HWM = 200_000
 
@@ -85,6 +86,7 @@ class Recorder:
         self._clock = clock
         self._began = clock()
         self._stopping = ""
+        self._hurry = False
         self._replaying: asyncio.Task[None] | None = None
         self._replay_due = False
         self._odd: list[tuple[int, MessageRecord]] = []
@@ -94,7 +96,11 @@ class Recorder:
         self._link = ""
 
     def stop(self, reason: str) -> None:
-        """End `run` soon, with this reason in the end marker; the first one counts."""
+        """End `run` soon, with this reason in the end marker; the first one counts.
+
+        A replay that is under way is waited for, unless this is called a second time.
+        """
+        self._hurry = bool(self._stopping)
         self._stopping = self._stopping or reason
 
     @property
@@ -124,8 +130,7 @@ class Recorder:
             )
             async with subscriber, asyncio.TaskGroup() as tasks:
                 await self._receive(subscriber, tasks, context, watch)
-                if self._replaying is not None:
-                    self._replaying.cancel()
+                await self._end_replay()
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         finally:
@@ -156,9 +161,11 @@ class Recorder:
 
     def _check(self, now: float) -> None:
         bounds = self._bounds
+        if self._stopping:
+            return
         if bounds.seconds and now - self._began >= bounds.seconds:
             self.stop("seconds")
-        if bounds.max_bytes and self._writer.size >= bounds.max_bytes:
+        elif bounds.max_bytes and self._writer.size >= bounds.max_bytes:
             self.stop("max_bytes")
 
     # -- what comes ---------------------------------------------------------------------------
@@ -219,9 +226,20 @@ class Recorder:
             )
         )
 
+    async def _end_replay(self) -> None:
+        """A history with its end cut off explains less than none: it is worth a few seconds."""
+        task, left = self._replaying, _REPLAY_PATIENCE
+        while task is not None and not task.done() and left > 0 and not self._hurry:
+            await asyncio.wait([task], timeout=_LOOK)
+            left -= _LOOK
+        if task is not None:
+            task.cancel()
+
     async def _replayed(self, frames: list[Frame]) -> None:
         for frame in frames:
             self._write(self._record(frame, replayed=True))
             self.replayed += 1
         self._writer.flush_if_due()
-        self._check(self._clock())
+        if self._bounds.max_bytes and self._writer.size >= self._bounds.max_bytes:
+            self.stop("max_bytes")
+            self._hurry = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from kvindexd.capturing.lines import CaptureError
@@ -9,6 +11,9 @@ from kvindexd.registration import Registration
 
 FORMAT = "kvindexd-capture"
 VERSION = 1
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Positive = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 
 
 class _Record(msgspec.Struct, omit_defaults=True, tag_field="type"):
@@ -42,7 +47,7 @@ class FrameRecord(_Record, tag="frame", kw_only=True):
     src: str
     at: float = 0.0
     topic: bytes = b""
-    seq: int
+    seq: _Count
     payload: bytes
     replayed: bool = False
 
@@ -69,9 +74,9 @@ class ReplayRecord(_Record, tag="replay", kw_only=True):
 
     src: str
     at: float = 0.0
-    start: int = 0
+    start: _Count = 0
     outcome: str
-    batches: int = 0
+    batches: _Count = 0
     detail: str = ""
 
 
@@ -98,10 +103,10 @@ class ProbeRecord(_Record, tag="probe", kw_only=True):
 
     src: str
     prompt: str
-    reusable: int
+    reusable: _Count
     device_only: bool = False
-    matched: int | None = None
-    alignment: int = 1
+    matched: _Count | None = None
+    alignment: _Positive = 1
     upper_bound: bool = False
 
 

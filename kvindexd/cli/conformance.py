@@ -97,6 +97,10 @@ def _print(reports: Sequence[Report], verbose: bool) -> None:
     for report in reports:
         if report.cut:
             out.print(f"{report.name}: {report.cut}")
+        if report.unknown:
+            out.print(f"{report.name}: {report.unknown:,} records of unknown types left out")
+        if report.unasked:
+            out.print(f"{report.name}: {report.unasked:,} probes without their prompt left out")
         if report.masked:
             out.print(f"{report.name}: {_MASKED}")
         if verbose:
