@@ -467,6 +467,30 @@ async def test_the_documented_acl_is_enough(guarded: servers.Server) -> None:
 
 
 @pytest.mark.parametrize(
+    ("missing", "operation"),
+    [
+        ("-info", "'info'"),
+        ("-evalsha -eval", "'meta'"),
+        ("resetkeys ~other:*", "'meta'"),
+        ("-xadd", "'register'"),
+        ("-hgetall", "'get_worker'"),
+    ],
+)
+async def test_a_missing_right_is_told_with_all_that_are_needed(
+    guarded: servers.Server, missing: str, operation: str
+) -> None:
+    guarded("ACL", "SETUSER", "kvx", *missing.split())
+    url = f"redis://kvx:s3cr3t@127.0.0.1:{guarded.port}"
+    with pytest.raises(StoreDenied) as e:
+        async with asyncio.timeout(5), Store(url, StoreOptions(deadline=30)) as store:
+            key = WorkerKey("", "w", 0)
+            await store.register(key, b"r", False, 0.0)
+            await store.get_worker(key)
+    assert f"{operation} is not allowed" in str(e.value)
+    assert f"the ACL user needs: {ACL}" in str(e.value)
+
+
+@pytest.mark.parametrize(
     ("user", "says"),
     [("kvx:wrong", "check user and password"), ("nobody:x", "check user and password"),
      ("reader:s3cr3t", "ACL user needs")],

@@ -27,12 +27,15 @@ from kvindexd.store.url import Endpoint, StoreURL
 NOT_MASTER = ("READONLY", "MASTERDOWN", "UNBLOCKED")
 LATER = ("LOADING", "TRYAGAIN", "CLUSTERDOWN", "NOREPLICAS", "MISCONF", "BUSY")
 ACL = (
-    "~kvx:* +@read +@write +@scripting +@connection -@dangerous "
-    "+info +time +memory|usage +role +cluster|slots"
+    "~kvx:* +@connection -@dangerous +info +time +role +cluster|slots +memory|usage +eval +evalsha "
+    "+exists +unlink +hset +hget +hmget +hgetall +hdel +hexists +hlen +hincrby +hscan "
+    "+zadd +zrem +zrange +zscore +xadd +xread +xrevrange"
 )
-"""What an ACL user of kvindexd needs: the rules to give to ACL SETUSER."""
+"""What an ACL user of kvindexd needs, and no more: the rules to give to ACL SETUSER."""
 
 _DENIED = ("NOPERM", "NOAUTH", "WRONGPASS")
+_DENIED_INSIDE = ("The user executing the script can't", "ACL failure in script")
+"""What servers since Redis 7 say instead of a code when a script lacks a right."""
 
 # redis-py has classes for some codes, and takes the code out of their text.
 _CODES: tuple[tuple[type[BaseException], str], ...] = (
@@ -67,7 +70,7 @@ def raise_reply(error: ResponseError, op: str, url: StoreURL) -> NoReturn:
         raise StoreFull(
             f"{url}: the server is at maxmemory, {op!r} refused; raise maxmemory or forget workers"
         ) from error
-    if has_code(error, _DENIED):
+    if has_code(error, _DENIED) or any(words in str(error) for words in _DENIED_INSIDE):
         raise StoreDenied(
             f"{url}: {op!r} is not allowed: {error}; the ACL user needs: {ACL}"
         ) from error
