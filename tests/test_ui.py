@@ -144,7 +144,7 @@ def test_the_fleet_is_shown_and_sorted(live: Live, page: chromium.Page) -> None:
 def test_charts_follow_the_traffic(live: Live, page: chromium.Page) -> None:
     _turn(page, "#/fleet", "#charts figure")
     label = "document.querySelector('#charts svg[aria-label^=\"Calls\"]').ariaLabel"
-    page.until("document.querySelectorAll('#charts path').length == 6", "six lines")
+    page.until("document.querySelectorAll('#charts path').length == 5", "five lines")
     live.daemon.score(live.prompt)
     page.until(f"/calls [0-9]*[.1-9]/.test({label})", "a call in the chart")
     page.until(
@@ -337,9 +337,9 @@ def test_a_ranks_history_is_bounded_and_survives_new_counters() -> None:
 def test_the_fleets_history_numbers_its_samples() -> None:
     history = FleetHistory(3)
     for i in range(5):
-        history.add(Sample(float(i), 0.0, None, None, None, None, 0.0, None))
+        history.add(Sample(float(i), 0.0, None, None, None, 0.0, None))
     assert [s.time for s in history.since(0)[1]] == [2.0, 3.0, 4.0]
-    assert history.since(4) == (5, [Sample(4.0, 0.0, None, None, None, None, 0.0, None)])
+    assert history.since(4) == (5, [Sample(4.0, 0.0, None, None, None, 0.0, None)])
     assert history.since(5) == (5, [])
     assert len(history.since(6)[1]) == 3
     assert columns(history.since(4)[1])["time"] == [4.0]

@@ -12,9 +12,9 @@ A browser loads four static files and then asks these endpoints, which scripts m
   `restarts`, `orphans`, `filtered`, `dropped`, `picks`, `hit_ratio` (expected of its picks).
   Rebuilt at most once a second, however many ask.
 * `/ui/api/history?since=N`: `next` (pass it as the next `since`), `interval` (seconds) and lists of
-  equal length `time`, `events` (per second), `lag_ms` (mean of the interval), `lag_max_ms`,
-  `hit_ratio` (best worker's, of scored prompts), `pick_ratio` (expected of picks), `requests` (per
-  second), `latency_ms` (mean). The last ten minutes are kept.
+  equal length `time`, `events` (per second), `lag_ms` (mean), `hit_ratio` (best worker's, of scored
+  prompts), `pick_ratio` (expected of picks), `requests` (per second), `latency_ms` (mean). The last
+  ten minutes are kept.
 * `/ui/api/worker?worker_id=ID&dp_rank=R&namespace=NS`: `worker` (as in the fleet), `registration`,
   `groups`, `counters`, `history` {`time`, `events`, `lag_ms`} of the last five minutes.
 * `POST /ui/api/explain`, `Content-Type: application/json`, at most 1 MiB; it changes nothing:

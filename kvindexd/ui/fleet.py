@@ -51,13 +51,12 @@ class Fleet:
             await asyncio.sleep(INTERVAL)
 
     async def _sample(self) -> None:
-        events, slowest = 0.0, -1
+        events = 0.0
         async for view in self._views():
             rank = self._ranks.setdefault(view.key, RankHistory())
             total = sum(n for name, n in view.counters.items() if name.startswith("event:"))
             position = (view.epoch, view.revision)
-            if rank.add(time.monotonic(), total, position, view.lag_ms):
-                slowest = max(slowest, view.lag_ms)
+            rank.add(time.monotonic(), total, position, view.lag_ms)
             events += rank.rate
         for key in [k for k in self._ranks if self._replica.worker(k) is None]:
             del self._ranks[key]
@@ -75,7 +74,6 @@ class Fleet:
                 time.time(),
                 events,
                 None if lag is None else lag * 1000,
-                slowest if slowest >= 0 else None,
                 ratio,
                 picks,
                 calls / passed,

@@ -24,7 +24,6 @@ class Sample(NamedTuple):
     time: float
     events: float
     lag_ms: Number
-    lag_max_ms: Number
     hit_ratio: Number
     pick_ratio: Number
     requests: float
@@ -82,9 +81,9 @@ class RankHistory:
         self._revision: tuple[int, int] | None = None
         self._seen: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
 
-    def add(self, now: float, events: int, position: tuple[int, int], lag_ms: int) -> bool:
-        """Take a sample. `events`: total so far; `position`: (epoch, revision) of the last batch.
-        True if batches were applied since the last sample: only then `lag_ms` is news."""
+    def add(self, now: float, events: int, position: tuple[int, int], lag_ms: int) -> None:
+        """Take a sample. `events`: total so far; `position`: (epoch, revision) of the last batch,
+        whose lag is `lag_ms`: kept if that is another one than at the last sample."""
         if self._seen and events < self._seen[-1][1]:
             self._seen.clear()  # registered anew: the counters began again
         self._seen.append((now, events))
@@ -94,7 +93,6 @@ class RankHistory:
         self._events[at] = self.rate
         self._lag[at] = lag_ms if moved and lag_ms >= 0 else math.nan
         self._next += 1
-        return moved and lag_ms >= 0
 
     @property
     def rate(self) -> float:

@@ -10,13 +10,13 @@ const $ = (id) => document.getElementById(id);
 
 const tier = (name) => (w) => w.blocks[name] ?? 0;
 const COLUMNS = [
-  { title: "Worker", sort: name, kind: "name", cell: (w) => [el("a", { href: link(w) }, name(w)), el("small", {}, w.detail)] },
+  { title: "Worker", sort: name, kind: "name", cell: (w) => [el("a", { href: link(w) }, name(w)), el("small", { title: w.detail }, w.detail)] },
   { title: "Model", sort: (w) => w.model },
   { title: "State", sort: (w) => w.state, cell: (w) => el("span", { class: `state ${w.state}` }, w.state) },
   { title: "Evidence", help: "since the last applied batch or heartbeat", sort: (w) => w.evidence_ms ?? Infinity, cell: (w) => duration(w.evidence_ms), n: true },
   { title: "Device", help: "blocks", sort: tier("device"), n: true },
-  { title: "Host", help: "blocks", sort: tier("host"), n: true },
-  { title: "Storage", help: "blocks", sort: tier("storage"), n: true },
+  { title: "Host", help: "blocks", sort: tier("host"), n: true, rare: true },
+  { title: "Storage", help: "blocks", sort: tier("storage"), n: true, rare: true },
   { title: "Events/s", sort: (w) => w.events_per_second, cell: (w) => number(w.events_per_second, 1), n: true },
   { title: "Lag", help: "of the last batch: engine's clock to visible", sort: (w) => w.lag_ms ?? -1, cell: (w) => duration(w.lag_ms), n: true },
   { title: "Gaps", sort: (w) => w.gaps, n: true },
@@ -30,7 +30,8 @@ const COLUMNS = [
 
 const history = { next: 0, columns: {} };
 let fleet = { workers: [] };
-let order = { column: 0, down: false };
+let order = { column: COLUMNS[0], down: false };
+let columns = COLUMNS; // those that are shown: rare ones where some worker has any
 let page = "";
 
 function name(w) {
@@ -104,7 +105,7 @@ function charts() {
   const c = history.columns;
   $("charts").replaceChildren(
     chart("Events per second", c.time, [{ name: "events", values: c.events }], (v) => number(v, 1)),
-    chart("Lag", c.time, [{ name: "mean", values: c.lag_ms }, { name: "slowest worker", values: c.lag_max_ms }], duration),
+    chart("Lag", c.time, [{ name: "mean", values: c.lag_ms }], duration),
     chart("Hit ratio", c.time, [{ name: "best worker", values: c.hit_ratio }, { name: "picks", values: c.pick_ratio }], percent, 1),
     chart("Calls per second", c.time, [{ name: "calls", values: c.requests }], (v) => number(v, 1)),
   );
@@ -112,10 +113,11 @@ function charts() {
 
 function table() {
   const { column, down } = order;
-  $("workers").tHead.replaceChildren(el("tr", {}, ...COLUMNS.map(heading)));
+  columns = COLUMNS.filter((c) => !c.rare || fleet.workers.some((w) => c.sort(w)));
+  $("workers").tHead.replaceChildren(el("tr", {}, ...columns.map(heading)));
   const words = $("filter").value.toLowerCase().split(/\s+/).filter((word) => word);
   const fits = (w) => words.every((word) => `${name(w)} ${w.model} ${w.state} ${w.detail}`.toLowerCase().includes(word));
-  const key = COLUMNS[column].sort;
+  const key = column.sort;
   const sorted = fleet.workers.filter(fits).sort((a, b) => compare(key(a), key(b)) || compare(name(a), name(b)));
   if (down) sorted.reverse();
   $("workers").tBodies[0].replaceChildren(...sorted.slice(0, ROWS).map(row));
@@ -127,14 +129,15 @@ function compare(a, b) {
   return typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : a - b;
 }
 
-function heading(column, i) {
-  const mark = order.column !== i ? "" : order.down ? " ▾" : " ▴";
+function heading(column) {
+  const chosen = order.column === column;
+  const mark = !chosen ? "" : order.down ? " ▾" : " ▴";
   const button = el("button", { type: "button", title: column.help }, column.title + mark);
   button.addEventListener("click", () => {
-    order = { column: i, down: order.column === i ? !order.down : Boolean(column.n) };
+    order = { column, down: chosen ? !order.down : Boolean(column.n) };
     table();
   });
-  const sorted = order.column !== i ? null : order.down ? "descending" : "ascending";
+  const sorted = !chosen ? null : order.down ? "descending" : "ascending";
   return el("th", { scope: "col", class: column.n ? "n" : null, "aria-sort": sorted }, button);
 }
 
@@ -142,7 +145,7 @@ function row(w) {
   return el(
     "tr",
     {},
-    ...COLUMNS.map((column) => {
+    ...columns.map((column) => {
       const value = column.sort(w);
       const shown = column.cell ? column.cell(w) : column.n ? number(value) : value;
       const kind = column.warn && value > 0 ? "n warn" : (column.kind ?? (column.n ? "n" : null));
