@@ -14,13 +14,13 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import structlog
 
-from kvindexd.config import Config, parse_listen
+from kvindexd.config import Config, DiscoveryConfig, parse_listen
 
 log = structlog.get_logger(__name__)
 
@@ -30,6 +30,8 @@ _STEADY = 60.0
 """Seconds after which a process counts as having worked: its next end is a first one again."""
 _MARGIN = 5.0
 """Seconds that a process gets beyond its grace time before it is killed."""
+_LONGEST_LINE = 64 * 1024 * 1024
+"""Bytes of one set of settings."""
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -52,7 +54,8 @@ def private_address() -> Iterator[str]:
 
 def part_config(config: Config, bound: dict[str, str], store_url: str, index: int) -> Config:
     """The settings of process `index`: the addresses that the first one really has, its store, no
-    workers of its own, and a metrics port of its own (the first one's plus `index`; port 0 = any).
+    workers or sources of its own, and a metrics port of its own (the first one's plus `index`;
+    port 0 = any).
     """
     replace = msgspec.structs.replace
     metrics = config.metrics.listen
@@ -67,6 +70,7 @@ def part_config(config: Config, bound: dict[str, str], store_url: str, index: in
         metrics=replace(config.metrics, listen=metrics),
         redis=replace(config.redis, url=store_url),
         workers=[],
+        discovery=DiscoveryConfig(),
     )
 
 
@@ -75,28 +79,36 @@ class Processes:
 
     def __init__(self, parts: list[Part], grace: float) -> None:
         """`grace`: seconds that each may take to end its calls."""
-        self._parts = parts
+        self._parts = {part.index: part for part in parts}
         self._grace = grace
+        self._inputs: dict[int, asyncio.StreamWriter] = {}
+
+    def reload(self, parts: list[Part]) -> None:
+        """Give every process new settings, and to those that start from now on."""
+        self._parts = {part.index: part for part in parts}
+        for index, pipe in self._inputs.items():
+            if index in self._parts and not pipe.is_closing():
+                pipe.write(_line(self._parts[index]))
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Until `stopping`; by then, or when cancelled, all of them have ended."""
         async with asyncio.TaskGroup() as tasks:
-            for part in self._parts:
-                tasks.create_task(self._keep(part, stopping), name=f"process {part.index}")
+            for index in self._parts:
+                tasks.create_task(self._keep(index, stopping), name=f"process {index}")
 
-    async def _keep(self, part: Part, stopping: asyncio.Event) -> None:
+    async def _keep(self, index: int, stopping: asyncio.Event) -> None:
         failures = 0
         loop = asyncio.get_running_loop()
         while not stopping.is_set():
             began = loop.time()
-            status = await self._one(part, stopping)
+            status = await self._one(self._parts[index], stopping)
             if stopping.is_set():
                 return
             failures = 1 if loop.time() - began > _STEADY else failures + 1
             pause = min(_BACKOFF, 0.2 * 2.0**failures) * random.uniform(0.5, 1.0)  # noqa: S311
             log.error(
                 "process_ended",
-                index=part.index,
+                index=index,
                 status=status,
                 again_in=round(pause, 1),
                 cost="its connections are cut off; the other processes take new ones",
@@ -116,13 +128,15 @@ class Processes:
             if process.stdin is not None:
                 # Through a pipe: neither `ps` nor /proc shows the store's password. It stays open;
                 # its end tells the process that this one is gone.
-                process.stdin.write(msgspec.json.encode(part) + b"\n")
+                process.stdin.write(_line(self._parts[part.index]))
+                self._inputs[part.index] = process.stdin
                 await process.stdin.drain()
             await asyncio.wait((ended, asked), return_when=asyncio.FIRST_COMPLETED)
             return await self._end(process, ended)
         except ConnectionError:
             return await ended  # it died before it had read its settings
         finally:
+            self._inputs.pop(part.index, None)
             asked.cancel()
             if not ended.done():
                 with contextlib.suppress(ProcessLookupError):
@@ -142,13 +156,19 @@ class Processes:
         return await ended
 
 
-async def orphaned(stopping: asyncio.Event) -> None:
-    """In a further process: set `stopping` when the first one is gone, however it ended."""
-    reader = asyncio.StreamReader()
+def _line(part: Part) -> bytes:
+    return msgspec.json.encode(part) + b"\n"
+
+
+async def orphaned(stopping: asyncio.Event, take: Callable[[Config], None]) -> None:
+    """In a further process: set `stopping` when the first one is gone, however it ended. `take` is
+    given the settings that the first one sends meanwhile."""
+    reader = asyncio.StreamReader(limit=_LONGEST_LINE)
     loop = asyncio.get_running_loop()
     pipe = os.fdopen(os.dup(sys.stdin.fileno()), "rb", buffering=0)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
-    await reader.read()
+    while (line := await reader.readline()).endswith(b"\n"):
+        take(msgspec.json.decode(line, type=Part).config)
     if not stopping.is_set():
         log.warning("main_process_gone", cost="this one ends")
         stopping.set()

@@ -51,6 +51,11 @@ class Reloads:
         "log.level", or whole sections such as "log"; all others need a restart."""
         self._hooks.append(_Hook(part, keys))
 
+    def give(self, config: Config) -> None:
+        """Reload soon, with these settings."""
+        self._load = lambda: config
+        self._asked.set()
+
     def catch_signal(self) -> None:
         """Reload at SIGHUP from now on, once `run` runs; until then it is remembered."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._asked.set)

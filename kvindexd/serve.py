@@ -145,11 +145,16 @@ class Daemon:
         if not self._leads:
             return
         count, grace = self._config.server.processes, self._config.server.grace_seconds
-        parts = [
-            Part(part_config(self._config, self._bound, self._store_url, i), i, private)
-            for i in range(1, count)
-        ]
-        await Processes(parts, grace).run(self._stopping)
+
+        def parts(config: Config) -> list[Part]:
+            return [
+                Part(part_config(config, self._bound, self._store_url, i), i, private)
+                for i in range(1, count)
+            ]
+
+        processes = Processes(parts(self._reloads.config), grace)
+        self.on_reload(lambda config: processes.reload(parts(config)))
+        await processes.run(self._stopping)
 
     async def _stop_rpc(self, servers: Sequence[RpcServer], further: asyncio.Task[None]) -> None:
         ending = asyncio.gather(further, *(server.stop() for server in servers))
@@ -250,7 +255,7 @@ class Daemon:
         if replica is not None:
             yield "replica", replica.run()
         if self._part is not None:
-            yield "main process", orphaned(self._stopping)
+            yield "main process", orphaned(self._stopping, self._reloads.give)
         yield "log", telemetry.tell_repeats()
         if self._picking is not None:
             yield "picking", self._picking.run()

@@ -33,7 +33,9 @@ def engine() -> Iterator[FakeEngine]:
 @pytest.fixture(scope="module")
 def daemon(engine: FakeEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     folder = tmp_path_factory.mktemp("data")
-    daemon = Daemon(server__processes=3, index__data_dir=str(folder)).start()
+    config = folder / "kvindexd.toml"
+    config.write_text("")
+    daemon = Daemon(server__processes=3, index__data_dir=str(folder), config=str(config)).start()
     try:
         daemon.register("w", engine.endpoint(), replay_endpoint=engine.replay_endpoint())
         engine.wait_subscribed()
@@ -115,6 +117,37 @@ def test_a_killed_process_is_started_again(daemon: Daemon) -> None:
     assert daemon.events("process_ended")[0]["index"] == 1
     with ThreadPoolExecutor(8) as pool:
         assert Counter(pool.map(lambda _: ask(daemon), range(30))) == {16: 30}
+
+
+def test_settings_that_are_read_again_reach_every_process(daemon: Daemon) -> None:
+    def refused(_: int) -> bool:
+        try:
+            ask(daemon)
+        except grpc.RpcError as e:
+            return e.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        return False
+
+    def everywhere(wanted: bool) -> bool:
+        with ThreadPoolExecutor(8) as pool:
+            return set(pool.map(refused, range(16))) == {wanted}
+
+    config = Path(daemon.settings["config"])
+    config.write_text("[limits]\nmax_prompt_tokens = 16\n")
+    assert daemon.process is not None
+    daemon.process.send_signal(signal.SIGHUP)
+    daemon.until(lambda: len(daemon.events("reloaded")) >= 3, "three processes to reload")
+    assert everywhere(True)
+    # One that starts afterwards has them too.
+    old = parts(daemon)[2]["pid"]
+    assert isinstance(old, int)
+    os.kill(old, signal.SIGKILL)
+    daemon.until(lambda: parts(daemon)[2]["pid"] != old, "a new process")
+    assert everywhere(True)
+    config.write_text("")
+    daemon.process.send_signal(signal.SIGHUP)
+    daemon.until(lambda: len(daemon.events("reloaded")) >= 6, "three processes to reload")
+    assert everywhere(False)
+    assert not daemon.events("restart_needed")
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
