@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import zlib
 from collections.abc import Callable
@@ -44,7 +45,8 @@ class CaptureWriter:
     ) -> None:
         """Create the file. Raises CaptureError when it exists, without `overwrite`; OSError."""
         try:
-            self._file = path.open("wb" if overwrite else "xb", buffering=0)
+            mode = "wb" if overwrite else "xb"
+            self._file = open(path, mode, buffering=0, opener=_private)  # noqa: SIM115 - see close
         except FileExistsError:
             raise CaptureError(
                 f"{path} exists: name another file, or use --force to replace it"
@@ -118,6 +120,11 @@ class CaptureWriter:
             written = self._file.write(data)
             self.size += written
             data = data[written:]
+
+
+def _private(path: str, flags: int) -> int:
+    """Prompts are in the file, so it is its owner's alone."""
+    return os.open(path, flags, 0o600)
 
 
 def _new_member() -> zlib._Compress:
