@@ -816,6 +816,24 @@ def test_a_nearly_full_server_is_an_error_when_it_is_full() -> None:
     assert (hit.id, hit.severity) == ("redis-full", Severity.ERROR)
 
 
+def test_flags_are_those_of_the_engine_at_hand() -> None:
+    def fix(**fields: Any) -> str:
+        facts = healthy()
+        changed(facts, state=pb.SYNCING, detail="never connected", **fields)
+        facts.ranks[0].events = Dial("127.0.0.1:9000", "refused")
+        (hit,) = [f for f in judge(CHECKS, facts).findings if f.id == "publisher-connects"]
+        return hit.fix
+
+    vllm = fix(engine="vllm", topic="kv@pod@m")
+    assert vllm.startswith('start vLLM with --kv-events-config \'{"enable_kv_cache_events": true')
+    assert '"endpoint": "tcp://*:9000"' in vllm
+    assert '"topic": "kv@pod@m"' in vllm
+    sglang = fix(engine="sglang")
+    assert sglang.startswith('start SGLang with --kv-events-config \'{"publisher": "zmq"')
+    assert "enable_kv_cache_events" not in sglang
+    assert fix(engine="other").startswith("start the engine with")
+
+
 # -- what could not be gathered
 
 

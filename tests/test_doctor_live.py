@@ -139,6 +139,12 @@ def lossy(fleet: Fleet) -> None:
     fleet.add("unheard", replay_endpoint=f"tcp://{unused()}")
     stranger = fleet.stack.enter_context(FakeEngine())
     fleet.add("foreign", replay_endpoint=stranger.replay_endpoint())
+    first = fleet.add("shares-a")
+    fleet.add("shares-b", replay_endpoint=first.replay_endpoint())
+    holes = fleet.add("holes")
+    for n in range(40):
+        holes.publish([stored(n % 8)])
+    holes.replay_mode("holes")
     fleet.add("shallow", FakeEngine(buffer_steps=5))
     fleet.publishes("shallow", lambda n: [stored(n % 8)], every=1)
 
@@ -217,7 +223,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Found]:
         settings = ENV | {"ingest.heartbeat": 1.0, "tokens.models": models}
         with fleet.busy():
             names = ["--candidate", "nobody:1", "--candidate", "127.0.0.1"]
-            options = ["--wait", "3", "--timeout", "2", "--envoy", str(envoy), *names]
+            options = ["--wait", "2", "--timeout", "2", "--envoy", str(envoy), *names]
             status, report = run_doctor(daemon, *options, url=url, settings=settings)
         ending.set()
         flapping.result(10)
@@ -260,6 +266,8 @@ LIVE = [
     ("replay-unreachable", "unheard#0"),
     ("replay-other-engine", "foreign#0"),
     ("replay-shallow", "shallow#0"),
+    ("replay-holes", "holes#0"),
+    ("same-replay", "shares-a#0, shares-b#0"),
     ("clock-skew-engine", "skewed#0"),
     ("decode-errors", "garbled#0"),
     ("events-dropped", "garbled#0"),

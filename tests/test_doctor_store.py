@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import servers
+from doctor_facts import healthy
 from servers import Server
 
 from kvindexd.config import Config, load
+from kvindexd.doctor.catalogue import CHECKS
 from kvindexd.doctor.facts import Missing, Redis
 from kvindexd.doctor.probe_redis import look
+from kvindexd.doctor.report import chosen, judge
 from kvindexd.model import WorkerKey
 from kvindexd.store import Store
 from kvindexd.store.replies import ACL
@@ -74,3 +77,41 @@ async def test_a_server_that_refuses_the_login_or_is_away(redis_server: Server) 
         assert found.reach.problem
         assert isinstance(found.redis, Missing)
         assert "pw@" not in found.reach.problem + found.redis.why
+
+
+async def test_faults_of_a_server_are_found(redis_server: Server) -> None:
+    """Those that a running server can be brought to have."""
+    async with Store(redis_server.url) as store:
+        await store.register(KEY, b"r", False, 0.0)
+    redis_server("HSET", "kvx:meta", "schema", 99)
+    redis_server("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+    most = int(redis_server("CONFIG", "GET", "maxclients")[1])
+    redis_server("CONFIG", "SET", "maxclients", 10)
+    links = [redis_server.raw() for _ in range(7)]
+    try:
+        facts = healthy()
+        facts.redis = await seen(redis_server.url)
+        report = judge(chosen(CHECKS, ["redis-*", "clock-skew-redis"]), facts)
+    finally:
+        for link in links:
+            link.close()
+        redis_server("CONFIG", "SET", "maxclients", most)
+    assert {f.id for f in report.findings} == {
+        "redis-schema",
+        "redis-evicts",
+        "redis-clients",
+        "redis-not-durable",
+        "redis-other",
+    }
+    (other,) = [f for f in report.findings if f.id == "redis-other"]
+    assert other.evidence == {"absent": ["w1#0"]}
+
+
+async def test_a_replica_is_noticed() -> None:
+    with servers.start_valkey() as master, servers.start_valkey() as replica:
+        replica("REPLICAOF", "127.0.0.1", master.port)
+        servers.wait_until(lambda: b"role:slave" in replica("INFO", "replication"))
+        facts = healthy()
+        facts.redis = await seen(replica.url)
+    (hit,) = judge(chosen(CHECKS, ["redis-replica"]), facts).findings
+    assert hit.evidence == {"role": "slave", "master": "127.0.0.1"}

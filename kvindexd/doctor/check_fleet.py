@@ -176,7 +176,7 @@ def block_size_mismatch(f: Facts) -> Outcome:
     "ranks",
     provoked="workers of one model have other block sizes",
     cost="clients that send chain hashes of one unit get 0 from the others",
-    fix="start all engines of a model with one --block-size",
+    fix="start all engines of a model with one --block-size (SGLang: --page-size)",
 )
 def block_sizes_differ(f: Facts) -> Outcome:
     for model, group in _by_model(ranks(f)):
@@ -231,7 +231,7 @@ def name_ambiguous(f: Facts) -> Outcome:
     "ranks",
     provoked="an engine's metrics page says enable_prefix_caching=False",
     cost="it reuses nothing",
-    fix="start vLLM with --enable-prefix-caching",
+    fix="start vLLM with --enable-prefix-caching (SGLang: without --disable-radix-cache)",
 )
 def prefix_caching_off(f: Facts) -> Outcome:
     for r in ranks(f):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvindexd.doctor.check_workers import ranks
 from kvindexd.doctor.facts import Dial, Facts, Missing, Rank
+from kvindexd.doctor.fixes import bound, events_flag, start
 from kvindexd.doctor.report import Book, Hit, Outcome, Severity, Skip
 
 book = Book()
@@ -12,15 +13,10 @@ ERROR, WARNING, INFO = Severity
 _SKEW = 1.0
 """Seconds between two clocks that matter: apply_lag and every age would be off by it."""
 _NOT_FROM_HERE = "its ingester is connected, and this host is not: run this command there"
-_PUBLISH = '--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", %s}\''
 
 
 def _answers(dial: Dial | Missing) -> bool:
     return isinstance(dial, Dial) and not dial.problem
-
-
-def _port(endpoint: str) -> str:
-    return endpoint.rpartition(":")[2]
 
 
 @book.check(
@@ -84,8 +80,9 @@ def publisher_connects(f: Facts) -> Outcome:
         elif _connects(r):
             what = f"{r.after.address} answers, but nobody listens on {r.events.target}"
             evidence = {"endpoint": r.after.kv_events_endpoint, "address": r.after.address}
-            config = _PUBLISH % f'"endpoint": "tcp://*:{_port(r.after.kv_events_endpoint)}"'
-            yield Hit(r.name, what, evidence, f"start vLLM with {config}, or add --bind-events")
+            flag = events_flag(r.after, endpoint=bound(r.after.kv_events_endpoint))
+            fix = f"{start(r.after, flag)}, or register the worker with --bind-events"
+            yield Hit(r.name, what, evidence, fix)
 
 
 @book.check(
@@ -203,7 +200,10 @@ def clock_skew_engine(f: Facts) -> Outcome:
 def replay_missing(f: Facts) -> Outcome:
     for r in ranks(f):
         if not r.after.replay_endpoint:
-            yield Hit(r.name, "no replay_endpoint", {"replay_endpoint": ""})
+            endpoint = r.after.kv_events_endpoint
+            flag = events_flag(r.after, endpoint=bound(endpoint), replay_endpoint="tcp://*:5558")
+            fix = f"{start(r.after, flag)}, and register it with --replay-endpoint tcp://HOST:5558"
+            yield Hit(r.name, "no replay_endpoint", {"replay_endpoint": ""}, fix)
 
 
 @book.check(
@@ -353,5 +353,5 @@ def replay_shallow(f: Facts) -> Outcome:
                     "outage_seconds": f.outage,
                 }
                 steps = int(2 * f.outage * rate) + 1
-                fix = _PUBLISH % f'"buffer_steps": {steps}, ...'
-                yield Hit(r.name, what, evidence, f"start the engine with {fix}")
+                fix = start(r.after, events_flag(r.after, buffer_steps=steps) + " (merged)")
+                yield Hit(r.name, what, evidence, fix)

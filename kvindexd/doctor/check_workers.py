@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from kvindexd.doctor.facts import Facts, Missing, Rank
+from kvindexd.doctor.fixes import bound, events_flag, start
 from kvindexd.doctor.report import Book, Hit, Outcome, Severity, Skip
 from kvindexd.groups import AUXILIARY_KINDS, MAIN_KINDS, NO_REUSE_KINDS
 from kvindexd.v1 import index_pb2 as pb
@@ -96,7 +97,9 @@ def no_events(f: Facts) -> Outcome:
         never = r.after.last_seq < 0 and not r.after.groups
         if found and never and float(found[1]) >= grace:
             what = f"connected for {found[1]} s, and no event"
-            yield Hit(r.name, what, {"detail": r.after.detail, "grace": grace})
+            flag = events_flag(r.after, endpoint=bound(r.after.kv_events_endpoint))
+            fix = f"send it a request, if it is idle; else {start(r.after, flag)}"
+            yield Hit(r.name, what, {"detail": r.after.detail, "grace": grace}, fix)
 
 
 def _stores(r: Rank) -> int:

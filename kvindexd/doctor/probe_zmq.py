@@ -140,7 +140,7 @@ async def replay(
     """
     try:
         client = ReplayClient(
-            ReplaySettings(endpoint=endpoint, reply_timeout=within, total_timeout=20 * within),
+            ReplaySettings(endpoint=endpoint, reply_timeout=within, total_timeout=5 * within),
             context,
         )
     except TransportError as e:
