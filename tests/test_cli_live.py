@@ -20,9 +20,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import grpc
 import pytest
 import structlog
+import typer
 from daemon import Daemon
 from picks import fresh, pick, request, stored
 from servers import Server, start_valkey
@@ -30,6 +30,8 @@ from typer.testing import CliRunner
 
 from kvindexd import chain
 from kvindexd.cli.main import app
+from kvindexd.cli.tail import Asked
+from kvindexd.cli.tail import events as follow_events
 from kvindexd.testing.engine import FakeEngine
 from kvindexd.v1 import index_pb2 as pb
 
@@ -181,29 +183,47 @@ def test_tail_ends_at_ctrl_c_and_where_there_is_nothing_to_follow(fleet: Fleet) 
     assert "worker nobody#0 is not registered" in cli(fleet, "tail", "nobody", status=1)
 
 
-def test_a_tail_says_so_when_its_worker_is_removed_or_registered_anew(fleet: Fleet) -> None:
+def test_tail_comes_back_when_its_worker_is_registered_anew(
+    fleet: Fleet, capsys: pytest.CaptureFixture[str]
+) -> None:
     daemon, engine = fleet.daemon, fleet.engines["w1"]
-    daemon.register("brief", engine.endpoint(), model="brief")
-    daemon.until(lambda: daemon.worker("brief").state == pb.LIVE, "live")
-    calls = []
-    for _ in range(2):
-        calls.append(daemon.admin.TailWorker(pb.TailWorkerRequest(worker_id="brief")))
-        assert dict(calls[-1].initial_metadata())["kvindexd-following"] == "brief#0"
-    daemon.register("brief", engine.endpoint(), model="brief", topic="none")
-    with pytest.raises(grpc.RpcError) as caught:
-        next(calls[0])
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
-    call = daemon.until(lambda: following(daemon, "brief"), "followed anew")
-    daemon.admin.DeregisterWorker(pb.DeregisterWorkerRequest(worker_id="brief"), timeout=10)
-    with pytest.raises(grpc.RpcError) as caught:
-        next(call)
-    assert caught.value.code() is grpc.StatusCode.NOT_FOUND  # type: ignore[attr-defined]
-    assert "was removed" in caught.value.details()  # type: ignore[attr-defined]
+    brief = {"model": "brief", "namespace": "n"}
+    daemon.register("brief", engine.endpoint(), **brief)
+    asked = Asked(fleet.server, pb.TailWorkerRequest(worker_id="brief", namespace="n"), 20.0)
+    heard: list[str] = []
+    ended: list[int] = []
 
+    def follow() -> None:
+        try:
+            for event in follow_events(asked):
+                heard.append(event.type)
+        except typer.Exit as e:
+            ended.append(e.exit_code)
 
-def following(daemon: Daemon, worker: str) -> Any:
-    call = daemon.admin.TailWorker(pb.TailWorkerRequest(worker_id=worker))
-    return call if "kvindexd-following" in dict(call.initial_metadata() or ()) else None
+    def published() -> bool:
+        # Until somebody listens, and hears it.
+        engine.publish([mamba()])
+        return bool(heard)
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    daemon.until(published, "an event")
+    daemon.register("brief", engine.endpoint(), labels={"zone": "b"}, **brief)
+    said: list[str] = []
+
+    def back() -> bool:
+        said.append(capsys.readouterr().err)
+        return "following n/brief#0 again" in "".join(said)
+
+    daemon.until(back, "followed again")
+    assert re.search("registered anew|its lease went elsewhere", "".join(said))
+    heard.clear()
+    daemon.until(published, "an event again")
+    removed = pb.DeregisterWorkerRequest(worker_id="brief", namespace="n")
+    daemon.admin.DeregisterWorker(removed, timeout=10)
+    thread.join(DEADLINE)
+    assert ended == [1]
+    assert "error: worker n/brief#0 was removed" in capsys.readouterr().err
 
 
 # -- top --------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def tail(
     out, seen = console(), 0
     try:
         _check(server, request)
-        for event in _events(Asked(server, request, reconnect)):
+        for event in events(Asked(server, request, reconnect)):
             if as_json:
                 print_json(plain(event) | {"kept": event.decision in KEPT}, line=True)
             else:
@@ -109,7 +109,7 @@ def _check(server: str, request: pb.TailWorkerRequest) -> None:
         client.admin.GetWorker(named, timeout=CALL_TIMEOUT)
 
 
-def _events(asked: Asked) -> Iterator[pb.TailWorkerResponse]:
+def events(asked: Asked) -> Iterator[pb.TailWorkerResponse]:
     """Events for as long as there are any to be had; a lost connection is made again."""
     ever, last_seq = False, -1
     lost_at, pause = time.monotonic(), _FIRST_PAUSE

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Annotated, Any
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Annotated, Any, NamedTuple
 
 import grpc
 import typer
@@ -29,7 +31,9 @@ from kvindexd.cli.top_view import (
 from kvindexd.v1 import index_pb2 as pb
 
 _TIMEOUT = 5.0
-"""Seconds that one poll may take."""
+"""Seconds that one call may take."""
+_GLANCE = 0.05
+"""Seconds between two looks for an answer that is awaited."""
 
 
 def register(app: typer.Typer) -> None:
@@ -73,6 +77,14 @@ def top(
         pass
 
 
+class Answer(NamedTuple):
+    """What a server said. `at`: seconds, monotonic."""
+
+    at: float
+    workers: Sequence[pb.Worker]
+    stats: pb.IndexStatsResponse
+
+
 class Watched:
     """A server that is asked again and again."""
 
@@ -85,16 +97,26 @@ class Watched:
 
     def poll(self) -> Snapshot | str:
         """A look at the fleet, or what went wrong."""
+        return self.take(self.ask())
+
+    def ask(self) -> Answer | str:
+        """What the server says, or what went wrong; may run in another thread."""
         try:
             with channel(self._server) as client:
                 workers = client.admin.ListWorkers(self._request, timeout=_TIMEOUT).workers
                 stats = client.admin.IndexStats(pb.IndexStatsRequest(), timeout=_TIMEOUT)
         except grpc.RpcError as error:
             return explain(self._server, error)
-        self.history.add(time.monotonic(), workers)
-        named = {name_of(w): w for w in workers if self._only in (None, name_of(w))}
+        return Answer(time.monotonic(), workers, stats)
+
+    def take(self, answer: Answer | str) -> Snapshot | str:
+        """An answer as a look at the fleet, which counts in the rates from now on."""
+        if isinstance(answer, str):
+            return answer
+        self.history.add(answer.at, answer.workers)
+        named = {name_of(w): w for w in answer.workers if self._only in (None, name_of(w))}
         rows = [row(w, self.history) for w in named.values()]
-        return Snapshot(time.time(), rows, named, stats)
+        return Snapshot(time.time(), rows, named, answer.stats)
 
 
 def _stream(
@@ -134,19 +156,25 @@ def _interactive(watched: Watched, snapshot: Snapshot, view: View, interval: flo
     def shown() -> Any:
         return screen(snapshot, watched.history, view, out.height, problem)
 
-    with keyboard() as read, Live(shown(), console=out, screen=True, auto_refresh=False) as live:
-        due = time.monotonic() + interval
-        while True:
-            for key in read(due - time.monotonic()):
+    asked: Future[Answer | str] | None = None
+    due = time.monotonic() + interval
+    with (
+        # A server that is slow to answer must not make keys slow.
+        ThreadPoolExecutor(1) as asking,
+        keyboard() as read,
+        Live(shown(), console=out, screen=True, auto_refresh=False) as live,
+    ):
+        while not view.ended:
+            for key in read(_GLANCE if asked is not None else due - time.monotonic()):
                 view = pressed(view, key, ordered(snapshot.rows, view.sort, view.reverse))
-            if view.ended:
-                return
-            if time.monotonic() >= due:
+            if asked is not None and asked.done():
+                found = watched.take(asked.result())
+                asked = None
+                if isinstance(found, Snapshot):
+                    snapshot, problem = found, ""
+                else:
+                    problem = f"{found}; what is shown is old"
+            if asked is None and time.monotonic() >= due:
                 due = time.monotonic() + interval
-                if not view.paused:
-                    found = watched.poll()
-                    if isinstance(found, Snapshot):
-                        snapshot, problem = found, ""
-                    else:
-                        problem = f"{found}; what is shown is old"
+                asked = None if view.paused else asking.submit(watched.ask)
             live.update(shown(), refresh=True)
