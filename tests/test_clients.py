@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import trustme
+from certificates import HOST, Files, issue
 from daemon import Daemon, serving
 from picks import fresh, stored
 
@@ -254,6 +256,60 @@ def test_what_the_engine_reported_is_told(fleet: Fleet) -> None:
     before = fleet.counted(outcomes)
     assert fleet.run(python("score_sync.py"), tokens, "--cached", "112").status == 0
     assert fleet.counted(outcomes) == before + 1
+
+
+SECRET = "0123456789abcdef-score"
+CLIENTS_OF_ALL_KINDS = {
+    **WHOLE,
+    "python, asyncio": lambda: python("score_async.py"),
+    "python, by hash": lambda: python("score_by_hash.py"),
+}
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, str]]:
+    """A daemon with TLS that lets nobody in without a token; the file of its authority."""
+    folder = tmp_path_factory.mktemp("guarded")
+    ca = trustme.CA()
+    files = Files(folder)
+    files.write(issue(ca, HOST), ca)
+    settings: dict[str, Any] = {
+        "tls.cert_file": str(files.cert),
+        "tls.key_file": str(files.key),
+        "tls.listeners": ["server"],
+        "auth.tokens": {"score": [SECRET]},
+        "index.data_dir": str(folder / "data"),
+        "ext_proc.listen": "",
+        "metrics.listen": "",
+    }
+    with FakeEngine() as engine:
+        worker = {
+            "worker_id": "w",
+            "model": "m",
+            "address": "10.0.0.1:8000",
+            "kv_events_endpoint": engine.endpoint(),
+        }
+        with serving(**settings, workers=[worker]) as daemon:
+            engine.wait_subscribed()
+            yield daemon, str(files.ca)
+
+
+@pytest.mark.parametrize("kind", CLIENTS_OF_ALL_KINDS)
+def test_tls_and_tokens(
+    fleet: Fleet, guarded: tuple[Daemon, str], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = CLIENTS_OF_ALL_KINDS[kind]()
+    daemon, ca = guarded
+    address = daemon.ready["grpc"]
+    monkeypatch.delenv("KVINDEXD_TOKEN", raising=False)
+    nobody = fleet.run(command, fresh(2), "--ca", ca, address=address)
+    assert nobody.status == 1
+    assert "UNAUTHENTICATED" in nobody.err
+    assert "KVINDEXD_TOKEN" in nobody.err
+    monkeypatch.setenv("KVINDEXD_TOKEN", SECRET)
+    known = fleet.run(command, fresh(2), "--ca", ca, address=address)
+    assert known.status == 0, known.err
+    assert "10.0.0.1:8000" in known.out
 
 
 # -- many prompts -----------------------------------------------------------------------------

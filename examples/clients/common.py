@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import struct
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -48,6 +50,9 @@ ADVICE = {
         "no answer in time; a gateway now uses its own policy, a person may raise --deadline"
     ),
     grpc.StatusCode.INVALID_ARGUMENT: "the request is wrong; the message names the field",
+    grpc.StatusCode.UNAUTHENTICATED: (
+        "kvindexd wants to know who asks: set KVINDEXD_TOKEN to a token of role score"
+    ),
     grpc.StatusCode.FAILED_PRECONDITION: (
         "kvindexd's configuration lacks something; the message says what"
     ),
@@ -73,7 +78,32 @@ def arguments(about: str) -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="for each call; a gateway would take some 0.05",
     )
+    parser.add_argument(
+        "--ca",
+        default="",
+        metavar="FILE",
+        help="connect with TLS; the authority of the server's certificate, PEM",
+    )
     return parser
+
+
+def credentials(args: argparse.Namespace) -> grpc.ChannelCredentials | None:
+    """For TLS; None without it."""
+    return grpc.ssl_channel_credentials(Path(args.ca).read_bytes()) if args.ca else None
+
+
+def open_channel(args: argparse.Namespace) -> grpc.Channel:
+    """A gateway keeps one for its life: connections are dear, channels are thread-safe."""
+    if (tls := credentials(args)) is not None:
+        return grpc.secure_channel(args.address, tls, CHANNEL_OPTIONS)
+    return grpc.insecure_channel(args.address, CHANNEL_OPTIONS)
+
+
+def call_options(args: argparse.Namespace) -> dict[str, Any]:
+    """For every call: a deadline, and the token where kvindexd asks for one."""
+    token = os.environ.get("KVINDEXD_TOKEN", "")
+    metadata = [("authorization", f"Bearer {token}")] if token else []
+    return {"timeout": args.deadline, "metadata": metadata}
 
 
 def read_prompts(name: str) -> list[list[int]]:

@@ -11,9 +11,19 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import grpc
-from common import CHANNEL_OPTIONS, arguments, fail, packed, read_prompts, table
+from common import (
+    CHANNEL_OPTIONS,
+    arguments,
+    call_options,
+    credentials,
+    fail,
+    packed,
+    read_prompts,
+    table,
+)
 
 from kvindexd.v1 import index_pb2 as pb
 from kvindexd.v1 import index_pb2_grpc as rpc
@@ -27,33 +37,33 @@ Requests = Sequence[pb.ScoreWorkersRequest]
 
 
 async def by_calls(
-    index: rpc.KVIndexStub, requests: Requests, deadline: float
+    index: rpc.KVIndexStub, requests: Requests, options: dict[str, Any]
 ) -> list[pb.ScoreWorkersResponse]:
     """One call per prompt, at most AHEAD at once."""
     room = asyncio.Semaphore(AHEAD)
 
     async def one(request: pb.ScoreWorkersRequest) -> pb.ScoreWorkersResponse:
         async with room:
-            return await index.ScoreWorkers(request, timeout=deadline)
+            return await index.ScoreWorkers(request, **options)
 
     return await together([one(request) for request in requests])
 
 
 async def by_batch(
-    index: rpc.KVIndexStub, requests: Requests, deadline: float
+    index: rpc.KVIndexStub, requests: Requests, options: dict[str, Any]
 ) -> list[pb.ScoreWorkersResponse]:
     """One call per BATCH prompts; answers are in the order of the requests."""
 
     async def one(some: Requests) -> list[pb.ScoreWorkersResponse]:
         batch = pb.ScoreWorkersBatchRequest(requests=some)
-        return list((await index.ScoreWorkersBatch(batch, timeout=deadline)).responses)
+        return list((await index.ScoreWorkersBatch(batch, **options)).responses)
 
     parts = [requests[at : at + BATCH] for at in range(0, len(requests), BATCH)]
     return [r for answers in await together([one(part) for part in parts]) for r in answers]
 
 
 async def by_stream(
-    index: rpc.KVIndexStub, requests: Requests, deadline: float
+    index: rpc.KVIndexStub, requests: Requests, options: dict[str, Any]
 ) -> list[pb.ScoreWorkersResponse]:
     """One stream; answers come in the order of the requests. gRPC does not retry a stream that has
     brought an answer, so what is unanswered is asked again here."""
@@ -62,7 +72,7 @@ async def by_stream(
     while len(answers) < len(requests):
         before = len(answers)
         try:
-            await one_stream(index, requests[before:], answers, deadline)
+            await one_stream(index, requests[before:], answers, options)
         except grpc.aio.AioRpcError as e:
             attempt = 1 if len(answers) > before else attempt + 1
             if e.code() not in RETRYABLE or attempt >= ATTEMPTS:
@@ -75,7 +85,7 @@ async def one_stream(
     index: rpc.KVIndexStub,
     requests: Requests,
     answers: list[pb.ScoreWorkersResponse],
-    deadline: float,
+    options: dict[str, Any],
 ) -> None:
     """Append the answers as they come. The deadline is for each: the stream itself may be long."""
     room = asyncio.Semaphore(AHEAD)
@@ -85,10 +95,10 @@ async def one_stream(
             await room.acquire()
             yield request
 
-    call = index.ScoreWorkersStream(sending())
+    call = index.ScoreWorkersStream(sending(), metadata=options["metadata"])
     try:
         for _ in requests:
-            async with asyncio.timeout(deadline):
+            async with asyncio.timeout(options["timeout"]):
                 answer = await call.read()
             if answer is grpc.aio.EOF:
                 return
@@ -125,9 +135,15 @@ async def run() -> int:
         )
         for tokens in prompts
     ]
-    async with grpc.aio.insecure_channel(args.address, CHANNEL_OPTIONS) as channel:
+    options, tls = call_options(args), credentials(args)
+    made = (
+        grpc.aio.secure_channel(args.address, tls, CHANNEL_OPTIONS)
+        if tls
+        else grpc.aio.insecure_channel(args.address, CHANNEL_OPTIONS)
+    )
+    async with made as channel:
         try:
-            answers = await WAYS[args.by](rpc.KVIndexStub(channel), requests, args.deadline)
+            answers = await WAYS[args.by](rpc.KVIndexStub(channel), requests, options)
         except grpc.aio.AioRpcError as e:
             return fail(e)
         except TimeoutError:

@@ -8,12 +8,22 @@ scored by its token ids: both answers must be equal.
 
 from __future__ import annotations
 
+import argparse
 import struct
 import sys
 from collections.abc import Sequence
 
 import grpc
-from common import CHANNEL_OPTIONS, arguments, fail, packed, read_prompts, score_rows, table
+from common import (
+    arguments,
+    call_options,
+    fail,
+    open_channel,
+    packed,
+    read_prompts,
+    score_rows,
+    table,
+)
 from xxhash import xxh3_64_intdigest as xxh3
 
 from kvindexd.v1 import index_pb2 as pb
@@ -73,7 +83,7 @@ def lookahead(tokens: Sequence[int], keys: Sequence[int], unit: int = UNIT) -> l
     ]
 
 
-def by_hash(args, tokens: Sequence[int]) -> pb.Prompt:
+def by_hash(args: argparse.Namespace, tokens: Sequence[int]) -> pb.Prompt:
     """The prompt as keys. Adapter, salt and items are inside them already."""
     keys = chain_keys(tokens, args.lora, args.salt)
     ahead = lookahead(tokens, keys)
@@ -99,12 +109,12 @@ def main() -> int:
     # A worker whose page size is no multiple of UNIT answers 0 by keys; explain tells the reason.
     options = pb.ScoreOptions(explain=True)
     prompts = (by_hash(args, tokens), by_tokens)
-    with grpc.insecure_channel(args.address, CHANNEL_OPTIONS) as channel:
+    with open_channel(args) as channel:
         index = rpc.KVIndexStub(channel)
         try:
             hashed, plain = (
                 index.ScoreWorkers(
-                    pb.ScoreWorkersRequest(prompt=prompt, options=options), timeout=args.deadline
+                    pb.ScoreWorkersRequest(prompt=prompt, options=options), **call_options(args)
                 )
                 for prompt in prompts
             )

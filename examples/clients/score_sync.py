@@ -7,9 +7,19 @@ from __future__ import annotations
 
 import sys
 import uuid
+from typing import Any
 
 import grpc
-from common import CHANNEL_OPTIONS, arguments, fail, packed, read_prompts, score_rows, table
+from common import (
+    arguments,
+    call_options,
+    fail,
+    open_channel,
+    packed,
+    read_prompts,
+    score_rows,
+    table,
+)
 
 from kvindexd.v1 import index_pb2 as pb
 from kvindexd.v1 import index_pb2_grpc as rpc
@@ -23,26 +33,29 @@ def main() -> int:
     tokens = read_prompts(args.tokens)[0]
     prompt = pb.Prompt(model=args.model, token_ids=packed(tokens))
     asked = pb.ScoreWorkersRequest(prompt=prompt)
-    # One channel for the life of a gateway: connections are dear, channels are thread-safe.
-    with grpc.insecure_channel(args.address, CHANNEL_OPTIONS) as channel:
+    options = call_options(args)
+    with open_channel(args) as channel:
         index = rpc.KVIndexStub(channel)
         try:
-            answer = index.ScoreWorkers(asked, timeout=args.deadline)
+            answer = index.ScoreWorkers(asked, **options)
             print(f"{answer.prompt_tokens} tokens, {answer.prompt_blocks} blocks")
             table(score_rows(answer.scores))
-            serve(index, asked, args.cached, args.deadline)
+            serve(index, asked, args.cached, options)
         except grpc.RpcError as e:
             return fail(e)
     return 0
 
 
 def serve(
-    index: rpc.KVIndexStub, asked: pb.ScoreWorkersRequest, cached: int | None, deadline: float
+    index: rpc.KVIndexStub,
+    asked: pb.ScoreWorkersRequest,
+    cached: int | None,
+    options: dict[str, Any],
 ) -> None:
     """What a gateway does with one request."""
     # With an id of our own a retried pick replaces the first instead of counting as load twice.
     pick = index.PickWorker(
-        pb.PickWorkerRequest(score=asked, request_id=uuid.uuid4().hex), timeout=deadline
+        pb.PickWorkerRequest(score=asked, request_id=uuid.uuid4().hex), **options
     )
     try:
         others = ", ".join(f.address for f in pick.fallbacks) or "nobody"
@@ -55,7 +68,7 @@ def serve(
         end = pb.CompleteRequestRequest(request_id=pick.request_id)
         if cached is not None:
             end.cached_tokens, end.prompt_tokens = cached, pick.prompt_tokens
-        index.CompleteRequest(end, timeout=deadline)
+        index.CompleteRequest(end, **options)
         print(f"completed {pick.request_id}")
 
 

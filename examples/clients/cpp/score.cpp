@@ -32,13 +32,13 @@ constexpr char kRetries[] = R"({"methodConfig": [{
 }]})";
 
 struct Args {
-  std::string address = "127.0.0.1:50051", model, tokens;
+  std::string address = "127.0.0.1:50051", model, tokens, ca;
   double deadline = 2;
 };
 
 [[noreturn]] void Usage(const std::string& problem) {
   std::cerr << problem << "\nusage: score --tokens FILE [--address HOST:PORT] [--model NAME]"
-            << " [--deadline SECONDS]\n";
+            << " [--deadline SECONDS] [--ca FILE]\n";
   std::exit(2);
 }
 
@@ -47,12 +47,14 @@ Args Parse(int argc, char** argv) {
                                     {"model", required_argument, nullptr, 'm'},
                                     {"tokens", required_argument, nullptr, 't'},
                                     {"deadline", required_argument, nullptr, 'd'},
+                                    {"ca", required_argument, nullptr, 'c'},
                                     {nullptr, 0, nullptr, 0}};
   Args args;
   for (int c; (c = getopt_long(argc, argv, "", kOptions, nullptr)) != -1;) {
     if (c == 'a') args.address = optarg;
     else if (c == 'm') args.model = optarg;
     else if (c == 't') args.tokens = optarg;
+    else if (c == 'c') args.ca = optarg;
     else if (c == 'd') args.deadline = std::atof(optarg);
     else Usage("unknown option");
   }
@@ -61,12 +63,17 @@ Args Parse(int argc, char** argv) {
   return args;
 }
 
+std::string ReadFile(const std::string& flag, const std::string& name) {
+  std::ifstream file(name);
+  if (name != "-" && !file) throw std::runtime_error(flag + " " + name + ": cannot be read");
+  std::istream& in = name == "-" ? std::cin : file;
+  return std::string(std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>());
+}
+
 // A JSON list of token ids, as little-endian uint32: what kvindexd reads fastest.
 std::string ReadTokens(const std::string& name) {
-  std::ifstream file(name);
-  if (name != "-" && !file) throw std::runtime_error("--tokens " + name + ": cannot be read");
-  std::istream& in = name == "-" ? std::cin : file;
-  std::string text((std::istreambuf_iterator<char>(in)), {}), packed;
+  const std::string text = ReadFile("--tokens", name);
+  std::string packed;
   if (text.find_first_not_of("[]0123456789, \t\r\n") != std::string::npos ||
       text.find('[') == std::string::npos)
     throw std::runtime_error("--tokens " + name + ": expected token ids like [1, 2, 3]");
@@ -98,6 +105,8 @@ const char* Advice(grpc::StatusCode code) {
              "or kvindexd is overloaded; the message says which; a gateway now uses its own policy";
     case grpc::DEADLINE_EXCEEDED:
       return "no answer in time; a gateway now uses its own policy, a person may raise --deadline";
+    case grpc::UNAUTHENTICATED:
+      return "kvindexd wants to know who asks: set KVINDEXD_TOKEN to a token of role score";
     case grpc::INVALID_ARGUMENT:
       return "the request is wrong; the message names the field";
     default:
@@ -111,6 +120,7 @@ const char* Name(grpc::StatusCode code) {
     case grpc::UNAVAILABLE: return "UNAVAILABLE";
     case grpc::RESOURCE_EXHAUSTED: return "RESOURCE_EXHAUSTED";
     case grpc::DEADLINE_EXCEEDED: return "DEADLINE_EXCEEDED";
+    case grpc::UNAUTHENTICATED: return "UNAUTHENTICATED";
     case grpc::INVALID_ARGUMENT: return "INVALID_ARGUMENT";
     default: return "status";
   }
@@ -122,11 +132,15 @@ struct Failed {
 
 class Index {
  public:
-  Index(const std::string& address, double deadline) : deadline_(deadline) {
+  // With args.ca it speaks TLS.
+  explicit Index(const Args& args) : deadline_(args.deadline) {
+    if (const char* token = std::getenv("KVINDEXD_TOKEN")) token_ = token;
+    auto credentials = grpc::InsecureChannelCredentials();
+    if (!args.ca.empty()) credentials = grpc::SslCredentials({ReadFile("--ca", args.ca), "", ""});
     grpc::ChannelArguments arguments;
     arguments.SetServiceConfigJSON(kRetries);
-    stub_ = pb::KVIndex::NewStub(
-        grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments));
+    stub_ =
+        pb::KVIndex::NewStub(grpc::CreateCustomChannel(args.address, credentials, arguments));
   }
 
   pb::ScoreWorkersResponse Score(const pb::ScoreWorkersRequest& request) {
@@ -145,6 +159,7 @@ class Index {
     grpc::ClientContext context;
     context.set_deadline(std::chrono::system_clock::now() +
                          std::chrono::microseconds(static_cast<int64_t>(1e6 * deadline_)));
+    if (!token_.empty()) context.AddMetadata("authorization", "Bearer " + token_);
     Response response;
     const grpc::Status status = ((*stub_).*method)(&context, request, &response);
     if (!status.ok()) throw Failed{status};
@@ -152,6 +167,7 @@ class Index {
   }
 
   double deadline_;
+  std::string token_;
   std::unique_ptr<pb::KVIndex::Stub> stub_;
 };
 
@@ -217,7 +233,7 @@ int main(int argc, char** argv) {
     pb::ScoreWorkersRequest asked;
     asked.mutable_prompt()->set_model(args.model);
     asked.mutable_prompt()->set_token_ids(ReadTokens(args.tokens));
-    Index index(args.address, args.deadline);
+    Index index(args);
     Table(index.Score(asked));
     Serve(index, asked);
   } catch (const Failed& failed) {

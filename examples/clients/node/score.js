@@ -42,12 +42,13 @@ const ADVICE = {
     "kvindexd is overloaded; the message says which; a gateway now uses its own policy",
   DEADLINE_EXCEEDED:
     "no answer in time; a gateway now uses its own policy, a person may raise --deadline",
+  UNAUTHENTICATED: "kvindexd wants to know who asks: set KVINDEXD_TOKEN to a token of role score",
   INVALID_ARGUMENT: "the request is wrong; the message names the field",
 };
 
 function usage(problem) {
   console.error(`${problem}\nusage: node score.js --tokens FILE [--address HOST:PORT]` +
-    " [--model NAME] [--deadline SECONDS] [--proto FOLDER]");
+    " [--model NAME] [--deadline SECONDS] [--ca FILE] [--proto FOLDER]");
   process.exit(2);
 }
 
@@ -59,6 +60,7 @@ function options() {
         model: { type: "string", default: "" },
         tokens: { type: "string" },
         deadline: { type: "string", default: "2" },
+        ca: { type: "string" },
         proto: { type: "string", default: PROTO },
       },
     }).values;
@@ -94,8 +96,8 @@ function table(rows) {
   }
 }
 
-// A client whose calls return promises and end at a deadline of `seconds`.
-function connect(address, proto, seconds) {
+// A client whose calls return promises and end at a deadline. With `ca` it speaks TLS.
+function connect({ address, proto, deadline, ca }) {
   const definition = protoLoader.loadSync("kvindexd/v1/index.proto", {
     includeDirs: [proto],
     keepCase: true,
@@ -104,12 +106,16 @@ function connect(address, proto, seconds) {
     defaults: true,
   });
   const { KVIndex } = grpc.loadPackageDefinition(definition).kvindexd.v1;
-  const client = new KVIndex(address, grpc.credentials.createInsecure(), {
+  const { createSsl, createInsecure } = grpc.credentials;
+  const client = new KVIndex(address, ca ? createSsl(readFileSync(ca)) : createInsecure(), {
     "grpc.service_config": JSON.stringify(RETRIES),
   });
+  const metadata = new grpc.Metadata();
+  const token = process.env.KVINDEXD_TOKEN;
+  if (token) metadata.set("authorization", `Bearer ${token}`);
   const call = (name) => {
     const method = promisify(client[name].bind(client));
-    return (request) => method(request, { deadline: Date.now() + 1000 * seconds });
+    return (request) => method(request, metadata, { deadline: Date.now() + 1000 * deadline });
   };
   const [score, pick, complete] = ["ScoreWorkers", "PickWorker", "CompleteRequest"].map(call);
   return { score, pick, complete, close: () => client.close() };
@@ -136,7 +142,7 @@ async function main() {
   if (!args.tokens) usage("--tokens is missing");
   if (!(Number(args.deadline) > 0)) usage(`--deadline ${args.deadline}: not a number of seconds`);
   const asked = { prompt: { model: args.model, token_ids: readTokens(args.tokens) } };
-  const index = connect(args.address, args.proto, Number(args.deadline));
+  const index = connect(args);
   try {
     const answer = await index.score(asked);
     console.log(`${answer.prompt_tokens} tokens, ${answer.prompt_blocks} blocks`);
