@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import ssl
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
@@ -165,7 +166,7 @@ class KubeStub:
         return response
 
     @contextlib.asynccontextmanager
-    async def serving(self) -> AsyncIterator[KubeStub]:
+    async def serving(self, tls: ssl.SSLContext | None = None) -> AsyncIterator[KubeStub]:
         """Serve on a free loopback port."""
         app = web.Application()
         app.router.add_get("/api/v1/pods", self._handle)
@@ -173,10 +174,10 @@ class KubeStub:
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         try:
-            site = web.TCPSite(runner, "127.0.0.1", 0)
+            site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls)
             await site.start()
             host, port = runner.addresses[0][:2]
-            self.url = f"http://{host}:{port}"
+            self.url = f"{'https' if tls else 'http'}://{host}:{port}"
             yield self
         finally:
             for queue in list(self._watches):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 from kubestub import KubeStub, pod
 from reports import Reported, reporting, until
 
@@ -202,6 +204,28 @@ async def test_outside_a_pod_the_settings_say_what_is_missing(
     async with looking(stub, namespace="") as seen:
         await until(lambda: seen.failures)
     assert "discovery.kubernetes.namespace is not set" in seen.failures[0]
+
+
+async def test_the_servers_certificate_is_checked_by_the_ca_file(tmp_path: Path) -> None:
+    ours, other = trustme.CA(), trustme.CA()
+    ca_file = tmp_path / "ca.crt"
+    other.cert_pem.write_to_path(str(ca_file))
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    ours.issue_cert("127.0.0.1").configure_cert(tls)
+    async with KubeStub().serving(tls) as stub:
+        stub.apply(pod("a", "10.0.0.1"))
+        async with looking(stub, ca_file=str(ca_file)) as seen:
+            await until(lambda: seen.failures)
+            assert "certificate" in seen.failures[0].lower()
+            assert stub.queries == []
+            # The file is replaced, as when the cluster's authority is rotated.
+            ours.cert_pem.write_to_path(str(ca_file))
+            await until(lambda: seen.view == {"a": "live"})
+            await until(lambda: stub.watching)
+            ca_file.unlink()
+            stub.expire_watches()
+            await until(lambda: any("cannot use" in f for f in seen.failures))
+            assert seen.view == {"a": "live"}
 
 
 async def test_all_namespaces(stub: KubeStub) -> None:

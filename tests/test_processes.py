@@ -35,7 +35,8 @@ def daemon(engine: FakeEngine, tmp_path_factory: pytest.TempPathFactory) -> Iter
     folder = tmp_path_factory.mktemp("data")
     config = folder / "kvindexd.toml"
     config.write_text("")
-    daemon = Daemon(server__processes=3, index__data_dir=str(folder), config=str(config)).start()
+    settings = {"index.data_dir": str(folder), "config": str(config), "log.repeat_seconds": 0}
+    daemon = Daemon(server__processes=3, **settings).start()
     try:
         daemon.register("w", engine.endpoint(), replay_endpoint=engine.replay_endpoint())
         engine.wait_subscribed()

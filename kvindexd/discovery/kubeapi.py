@@ -86,14 +86,11 @@ class KubeApi:
         import aiohttp
 
         s = self._settings
-        try:
-            base = (s.server or _in_cluster()).rstrip("/")
-            namespace = s.namespace or await asyncio.to_thread(_own_namespace)
-            secure: ssl.SSLContext | bool = True
-            if base.startswith("https://") and s.ca_file:
-                secure = await asyncio.to_thread(ssl.create_default_context, cafile=s.ca_file)
-        except (OSError, ssl.SSLError) as e:
-            raise KubeError(f"discovery.kubernetes: {e}") from None
+        base = (s.server or _in_cluster()).rstrip("/")
+        namespace = s.namespace or await asyncio.to_thread(_own_namespace)
+        secure: ssl.SSLContext | bool = True
+        if base.startswith("https://") and s.ca_file:
+            secure = await asyncio.to_thread(_trusting, s.ca_file)
         self._url = f"{base}/api/v1/pods"
         if namespace != "*":
             self._url = f"{base}/api/v1/namespaces/{namespace}/pods"
@@ -255,6 +252,13 @@ def _own_namespace() -> str:
             "discovery.kubernetes.namespace is not set, and we do not run in a pod "
             f"({_NAMESPACE_FILE} is missing); name the pods' namespace"
         ) from None
+
+
+def _trusting(path: str) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=path)
+    except OSError as e:
+        raise KubeError(f"discovery.kubernetes.ca_file: cannot use {path}: {e}") from None
 
 
 def _read(path: str) -> str:
