@@ -188,7 +188,13 @@ class Serving:
             fallbacks=c.ext_proc.fallbacks,
             max_concurrent=c.limits.max_concurrent_calls,
         )
-        service = ExtProcService(chooser, ExtProcMetrics(self._metrics), c.ext_proc.max_body_bytes)
+        service = ExtProcService(
+            chooser,
+            ExtProcMetrics(self._metrics),
+            c.ext_proc.max_body_bytes,
+            c.limits.ext_proc_streams,
+            self._protection.refused,
+        )
         largest = max(c.server.max_message_bytes, c.ext_proc.max_body_bytes + (1 << 20))
         return ExtProcServer(
             c.ext_proc.listen,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
+import queue
 import re
 import socket
 import urllib.request
@@ -16,6 +18,7 @@ import servers
 from daemon import Daemon
 from pure import Rank, chunk, stored
 
+from kvindexd.extproc.v1 import ext_proc_pb2 as ep
 from kvindexd.ingest.frame import FrameError, parse_live
 from kvindexd.registration import Registration
 from kvindexd.residency import Options
@@ -48,7 +51,7 @@ def daemon(silent: str, redis: servers.Server) -> Iterator[Daemon]:
     one = Daemon(
         **{
             "redis.url": redis.url,
-            "ext_proc.listen": "",
+            "limits.ext_proc_streams": 2,
             "server.max_message_bytes": BYTES,
             "limits.max_prompt_tokens": 64,
             "limits.max_candidates": 3,
@@ -176,6 +179,32 @@ def test_streams_of_one_client(daemon: Daemon) -> None:
     open_ones[0].cancel()
     daemon.until(lambda: next(watch(pb.WatchWorkersRequest())).worker.worker_id, "a place is free")
     open_ones[1].cancel()
+
+
+def test_requests_in_ext_proc(daemon: Daemon) -> None:
+    message = ep.ProcessingRequest(request_headers=ep.HttpHeaders(end_of_stream=True))
+    before = refused(daemon, "ext_proc_streams")
+    with contextlib.ExitStack() as ending, grpc.insecure_channel(daemon.ready["ext_proc"]) as made:
+        process = made.stream_stream(
+            "/envoy.service.ext_proc.v3.ExternalProcessor/Process",
+            ep.ProcessingRequest.SerializeToString,
+            ep.ProcessingResponse.FromString,
+        )
+
+        def ask() -> tuple[str | None, int]:
+            """What is answered, and with which status; the stream stays open."""
+            requests: queue.SimpleQueue[ep.ProcessingRequest | None] = queue.SimpleQueue()
+            requests.put(message)
+            ending.callback(requests.put, None)
+            call = process(iter(requests.get, None), timeout=10)
+            ending.callback(call.cancel)
+            answer = next(call)
+            return answer.WhichOneof("response"), answer.immediate_response.status.code
+
+        first, second = ask(), ask()
+        assert 429 not in (first[1], second[1])
+        assert ask() == ("immediate_response", 429)
+    assert refused(daemon, "ext_proc_streams") == before + 1
 
 
 def test_more_calls_than_places_are_shed_with_a_hint(daemon: Daemon) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
+from kvindexd.ingest.engine_metrics import EngineMetricsError, read_page
 from kvindexd.registering import Registrar, Sizes, TooManyWorkers, register
 from kvindexd.registration import InvalidRegistration, Registration
 from kvindexd.security.gate import Gate, Unresolved
 from kvindexd.security.networks import Forbidden, NetworkPolicy, place_of
 from kvindexd.store.errors import Changed, NotRegistered
+from kvindexd.tokens.http import HttpClient, HttpError
 
 INDEX, ADMIN = "kvindexd.v1.KVIndex", "kvindexd.v1.KVIndexAdmin"
 A, S, R = (f"{role}-0123456789abcdef" for role in ("admin", "score", "read"))
@@ -181,6 +184,21 @@ class _Store:
             raise Changed("another")
         self.raw = raw
         self.writes.append(replaced)
+
+
+async def test_pages_and_tokenizers_of_engines_are_asked_where_they_may_be() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as page:
+        page.setblocking(False)
+        port = page.getsockname()[1]
+        gate = Gate(NetworkPolicy(["10.8.0.0/16"]))
+        with pytest.raises(EngineMetricsError, match=r"127\.0\.0\.1 is loopback"):
+            await read_page(f"127.0.0.1:{port}", "/metrics", 5.0, gate)
+        client = HttpClient(gate.host)
+        with pytest.raises(HttpError, match=r"'localhost': .* is loopback"):
+            await client.post(f"http://localhost:{port}/tokenize", b"{}")
+        await client.close()
+        with pytest.raises(BlockingIOError):
+            page.accept()
 
 
 async def test_one_function_registers() -> None:

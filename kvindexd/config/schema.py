@@ -126,6 +126,9 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
     streams_per_client: Annotated[
         int, Meta(ge=1, description="Streaming calls of one client at once, ext_proc aside")
     ] = 256
+    ext_proc_streams: Annotated[
+        int, Meta(ge=1, description="HTTP requests in ext_proc at once, until their responses end")
+    ] = 16_384
     max_workers: Annotated[int, Meta(ge=1, description="Worker ranks registered in all")] = 10_000
     max_labels: Annotated[
         int, Meta(ge=0, description="Labels of a worker, and aliases, and labels of a request")

@@ -13,8 +13,16 @@ class Admission:
     """Counts calls under way; refuses one more at once instead of queueing it, and one that nobody
     waits for any more: under overload those are most of what is waiting."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(
+        self,
+        limit: int,
+        setting: str = "limits.max_concurrent_calls",
+        reason: str = "concurrent_calls",
+    ) -> None:
+        """`setting`: that gives the limit; `reason`: that refusals are counted under."""
         self._limit = limit
+        self._setting = setting
+        self._reason = reason
         self.under_way = 0
 
     @contextmanager
@@ -27,9 +35,9 @@ class Admission:
         in_time(time_left)
         if self.under_way >= self._limit:
             raise Overloaded(
-                f"{self.under_way} calls are under way, as many as limits.max_concurrent_calls "
-                "allows; retry in a few milliseconds",
-                "concurrent_calls",
+                f"{self.under_way} calls are under way, as many as {self._setting} allows; retry "
+                "in a few milliseconds",
+                self._reason,
             )
         self.under_way += 1
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -14,6 +14,8 @@ from prometheus_client import Counter
 from kvindexd import tracing
 from kvindexd.extproc.v1 import ext_proc_pb2 as ep
 from kvindexd.rpc import traced
+from kvindexd.rpc.budget import Admission
+from kvindexd.rpc.errors import Overloaded
 from kvindexd.rpc.ext_proc.choosing import Chooser, Decision, Refused
 from kvindexd.rpc.ext_proc.exchange import Exchange
 from kvindexd.rpc.ext_proc.messages import SERVICE, headers_of, refusal
@@ -67,7 +69,17 @@ class ExtProcMetrics:
 class ExtProcService:
     """ExternalProcessor/Process: one stream per HTTP request."""
 
-    def __init__(self, chooser: Chooser, metrics: ExtProcMetrics, max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        chooser: Chooser,
+        metrics: ExtProcMetrics,
+        max_body_bytes: int,
+        max_streams: int,
+        refused: Callable[[str], None],
+    ) -> None:
+        """`refused`: told the reason when there are more than `max_streams`."""
+        self._streams = Admission(max_streams, "limits.ext_proc_streams", "ext_proc_streams")
+        self._refused = refused
         self._chooser = chooser
         self._metrics = metrics
         self._max_body = max_body_bytes
@@ -75,7 +87,18 @@ class ExtProcService:
     async def process(
         self, _requests: AsyncIterator[ep.ProcessingRequest], context: Context
     ) -> None:
-        """Answer one stream; whatever ends it, what was picked is released."""
+        """Answer one stream, unless there are too many."""
+        try:
+            with self._streams.enter():
+                await self._serve(context)
+        except Overloaded as e:
+            self._refused(e.reason)
+            self._metrics.refused(Refused(429, "overloaded", str(e)))
+            await context.read()
+            await context.write(refusal(429, "overloaded", str(e)))
+
+    async def _serve(self, context: Context) -> None:
+        """Whatever ends the stream, what was picked is released."""
         exchange = Exchange(self._chooser, self._metrics, self._max_body)
         reading: asyncio.Future[Any] | None = None
         span: tracing.LongSpan | None = None
@@ -114,7 +137,7 @@ class ExtProcService:
     ) -> list[ep.ProcessingResponse]:
         try:
             return await exchange.answer(message)
-        except Exception:
+        except Exception as e:
             # In FULL_DUPLEX_STREAMED mode a stream that just ends sends an empty body upstream.
             log.error("ext_proc_failed", exception=frames_of(e), cost="the request gets status 500")
             self._metrics.failed()
