@@ -134,7 +134,7 @@ async def test_a_token_is_read_again(stub: KubeStub, tmp_path: Path) -> None:
     stub.token = "first"
     stub.apply(pod("a", "10.0.0.1"))
     async with looking(stub, token_file=str(token)) as seen:
-        await until(lambda: stub.watching)
+        await until(lambda: stub.watching and seen.view)
         assert stub.queries[0]["authorization"] == "Bearer first"
         stub.token = "second"
         stub.break_watches()
