@@ -29,9 +29,9 @@ def settings() -> str:
     out = [
         HEAD + "# Configuration\n",
         "One TOML file, `--config` or `KVINDEXD_CONFIG`. Every key is also an environment",
-        "variable: `server.listen` is `KVINDEXD_SERVER__LISTEN`. Flags beat environment beats file.",
-        "Times are in seconds, sizes in bytes. `kvindexd config show` prints what is in force and",
-        "where it was set; `kvindexd config schema` prints a JSON Schema.\n",
+        "variable: `server.listen` is `KVINDEXD_SERVER__LISTEN`. Flags beat environment beats",
+        "file. Times are in seconds, sizes in bytes. `kvindexd config show` prints what is in",
+        "force and where it was set; `kvindexd config schema` prints a JSON Schema.\n",
     ]
     schema = json_schema()["$defs"]
     for name, kind in SECTIONS.items():
