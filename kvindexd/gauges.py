@@ -117,7 +117,8 @@ class Gauges:
                 started = time.perf_counter()
         for key in [k for k in self._known if replica.worker(k) is None]:
             del self._known[key]
-            self._metrics.forget_worker(str(key))
+            self._metrics.forget_worker(str(key))  # looks at every series there is
+            await asyncio.sleep(0)
 
     def _worker(self, view: WorkerView[Registration]) -> None:
         metrics, name, now = self._metrics, str(view.key), time.monotonic()

@@ -191,6 +191,7 @@ def test_the_form_explains_block_by_block(live: Live, page: chromium.Page) -> No
         "10 device, 14 missing",
     ]
     shown = page.run("document.querySelector('#answer').innerText")
+    assert "prompt of 384 tokens, 240 of them held somewhere" in shown
     assert "240 tokens reusable" in shown
     assert "group 0 (full_attention) stops the match at block 15" in shown
     assert (
@@ -277,13 +278,12 @@ def test_the_form_gives_the_rpcs_answer(live: Live) -> None:
         prompt=pb.Prompt(model="m", tokens=pb.TokenIds(ids=live.prompt)),
         options=pb.ScoreOptions(explain=True),
     )
-    for expected, got in zip(
-        live.daemon.index.Explain(asked, timeout=10).workers,
-        ask_json(live.daemon, "/ui/api/explain", method="POST", body={"token_ids": live.prompt})[
-            "workers"
-        ],
-        strict=True,
-    ):
+    answer = live.daemon.index.Explain(asked, timeout=10)
+    body = {"token_ids": live.prompt}
+    found = ask_json(live.daemon, "/ui/api/explain", method="POST", body=body)
+    assert found["prompt_tokens"] == len(live.prompt)
+    assert found["divergence"]["detail"] == answer.divergence.detail
+    for expected, got in zip(answer.workers, found["workers"], strict=True):
         assert got["worker_id"] == expected.score.worker_id
         assert got["reusable_tokens"] == expected.score.reusable_tokens
         for group, shown in zip(expected.groups, got["groups"], strict=True):

@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import Annotated, Any, Protocol
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from kvindexd.rpc.errors import RequestError
@@ -58,7 +59,7 @@ class Question(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         if self.text is not None:
             prompt.text = self.text
         elif self.token_ids is not None:
-            prompt.tokens.ids.extend(self.token_ids)
+            prompt.token_ids = np.array(self.token_ids, "<u4").tobytes()
         elif self.body is not None:
             prompt.openai_body, prompt.openai_path = bytes(self.body), self.path
         options = pb.ScoreOptions(explain=True, top_k=self.top_k, include_stale=self.include_stale)
@@ -83,29 +84,53 @@ class Form:
 
     async def answer(self, body: bytes) -> Response:
         """`/ui/api/explain`."""
-        try:
-            question = msgspec.json.decode(body, type=Question)
-        except msgspec.MsgspecError as e:
-            return failed(400, "INVALID_ARGUMENT", f"{e}")
         if self.index is None:
             return failed(503, "UNAVAILABLE", "still starting")
         if self._turns.locked():
             return failed(429, "RESOURCE_EXHAUSTED", "others are asking; try again in a moment")
         try:
             async with self._turns, asyncio.timeout(_TIMEOUT):
-                found = await self.index.explain(question.request())
+                # A megabyte of JSON takes milliseconds each way that scoring should not wait for.
+                request = await asyncio.to_thread(_question, body)
+                found = await self.index.explain(request)
+                return Response(200, JSON, await asyncio.to_thread(_answer, found))
+        except msgspec.MsgspecError as e:
+            return failed(400, "INVALID_ARGUMENT", f"{e}")
         except RequestError as e:
             return failed(_STATUS.get(e.code.name, 500), e.code.name, f"{e}")
         except TimeoutError:
             return failed(504, "DEADLINE_EXCEEDED", f"no answer within {_TIMEOUT:g} s")
-        return Response(
-            200, JSON, msgspec.json.encode({"workers": [_worker(w) for w in found.workers]})
-        )
 
 
 def failed(status: int, code: str, words: str) -> Response:
     """An error as the endpoints say it."""
     return Response(status, JSON, msgspec.json.encode({"error": words, "code": code}))
+
+
+def _question(body: bytes) -> pb.ScoreWorkersRequest:
+    return msgspec.json.decode(body, type=Question).request()
+
+
+def _answer(found: pb.ExplainResponse) -> bytes:
+    shown = {
+        "prompt_tokens": found.prompt_tokens,
+        "divergence": _divergence(found.divergence) if found.HasField("divergence") else None,
+        "workers": [_worker(w) for w in found.workers],
+    }
+    return msgspec.json.encode(shown)
+
+
+def _divergence(found: pb.Divergence) -> dict[str, Any]:
+    return {
+        "held_tokens": found.held_tokens,
+        "before_token": found.before_token,
+        "detail": found.detail,
+        "variations": [
+            {"detail": v.detail, "matched_tokens": v.matched_tokens, "workers": list(v.workers)}
+            for v in found.variations
+        ],
+        "unknown": list(found.unknown),
+    }
 
 
 def _worker(explained: pb.WorkerExplanation) -> dict[str, Any]:

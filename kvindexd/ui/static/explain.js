@@ -55,8 +55,7 @@ async function ask() {
     });
     const found = await response.json();
     if (!response.ok) throw new Error(`${found.code}: ${found.error}`);
-    answer.replaceChildren(...found.workers.map(worker));
-    if (!found.workers.length) answer.replaceChildren(el("p", {}, "no worker matches"));
+    answer.replaceChildren(...whole(found), ...found.workers.map(worker));
   } catch (error) {
     answer.replaceChildren(el("p", { class: "warn" }, error.message));
   } finally {
@@ -86,6 +85,21 @@ function read() {
   const body = JSON.stringify(question);
   if (new Blob([body]).size > MAX_BODY) throw new Error("prompt: longer than the 1 MiB that this form takes; use kvindexd explain");
   return body;
+}
+
+// What is said of the prompt as a whole.
+function whole(found) {
+  const head = `prompt of ${number(found.prompt_tokens)} tokens`;
+  if (!found.workers.length) return [el("p", {}, `${head}: no worker matches`)];
+  const d = found.divergence;
+  if (!d) return [el("p", {}, `${head}, held to its last full block`)];
+  const held = `${head}, ${number(d.held_tokens)} of them held somewhere from its start on`;
+  const others = d.variations.map((v) => el("li", {}, `${v.detail}: ${number(v.matched_tokens)} tokens on ${v.workers.join(", ")}`));
+  return [
+    el("p", {}, `${held}: ${d.detail}`),
+    ...(others.length ? [el("ul", {}, ...others)] : []),
+    ...d.unknown.map((words) => el("p", { class: "soft" }, words)),
+  ];
 }
 
 function worker(w) {
