@@ -73,6 +73,8 @@ async def by_stream(
         before = len(answers)
         try:
             await one_stream(index, requests[before:], answers, options)
+            if len(answers) == before:
+                sys.exit("the server ended the stream without an answer: see its log")
         except grpc.aio.AioRpcError as e:
             attempt = 1 if len(answers) > before else attempt + 1
             if e.code() not in RETRYABLE or attempt >= ATTEMPTS:
