@@ -78,7 +78,7 @@ def answers(name: str, make: Callable[[], Callable[[Events], list[Events]]]) -> 
     for player in players.values():
         player.tell = make()
     return [
-        players[p.worker].score(capture.query(p.prompt), hybrid=True, device_only=p.device_only)
+        players[p.src].score(capture.query(p.prompt), hybrid=True, device_only=p.device_only)
         for p in capture.play(dict(players))
     ]
 
@@ -97,7 +97,7 @@ def test_the_player_plays_what_the_runner_plays() -> None:
         capture = Capture(CAPTURES / name)
         workers = capture.workers()
         assert plain(name) == [
-            workers[p.worker].score(capture.query(p.prompt), hybrid=True, device_only=p.device_only)
+            workers[p.src].score(capture.query(p.prompt), hybrid=True, device_only=p.device_only)
             for p in capture.play(workers)
         ]
 
@@ -287,7 +287,7 @@ def _tells(step: dict[str, Any]) -> bool:
 
 def _scores(capture: Capture, workers: dict[str, Worker]) -> list[Any]:
     return [
-        workers[p.worker].score(capture.query(p.prompt), hybrid=True, device_only=p.device_only)
+        workers[p.src].score(capture.query(p.prompt), hybrid=True, device_only=p.device_only)
         for p in capture.play(workers)
     ]
 
