@@ -21,12 +21,12 @@ A browser loads four static files and then asks these endpoints, which scripts m
   one of `text`, `token_ids` (list) and `body` (an object, with `path`, `/v1/chat/completions` by
   default); and `model`, `namespace`, `lora_name`, `cache_salt`, `candidates`, `top_k` (1 to 50,
   by default 10), `include_stale` (true). The answer has `prompt_tokens`; `divergence` (null, or
-  where the prompt leaves the index: `held_tokens`, `before_token`, `detail`, `variations` {`detail`,
-  `matched_tokens`, `workers`}, `unknown`); and `workers`, best first: `worker_id`, `dp_rank`,
-  `address`, `state`, `block_size`, `reusable_tokens`, `matched_tokens`, `device_tokens`,
-  `host_tokens`, `storage_tokens`, `predicted_tokens`, `upper_bound`, `cost`, `reason`, and `groups`
-  {`idx`, `kind`, `block_size`, `window`, `stops_at`, `why`, `held`}: `held` is a list of pairs
-  (0 missing, 1 device, 2 host, 3 storage, 4 predicted; number of blocks).
+  where the prompt leaves the index: `held_tokens`, `before_token`, `detail`, `unknown`, and
+  `variations` {`detail`, `matched_tokens`, `workers`}); and `workers`, best first: `worker_id`,
+  `dp_rank`, `address`, `state`, `block_size`, `reusable_tokens`, `matched_tokens`,
+  `device_tokens`, `host_tokens`, `storage_tokens`, `predicted_tokens`, `upper_bound`, `cost`,
+  `reason`, and `groups` {`idx`, `kind`, `block_size`, `window`, `stops_at`, `why`, `held`}: `held`
+  is a list of pairs (0 missing, 1 device, 2 host, 3 storage, 4 predicted; number of blocks).
 
 An error is `{"error": "...", "code": "..."}` with the gRPC status as code. Nothing here waits for
 Redis, and nothing holds the event loop for more than a few milliseconds.
