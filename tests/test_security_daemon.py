@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import http.client
 import json
@@ -18,6 +19,7 @@ import trustme
 from certificates import HOST, Files, Pair, channel, issue, replace
 from daemon import Daemon
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 
 from kvindexd.cli.main import app
@@ -25,6 +27,9 @@ from kvindexd.config import ConfigError
 from kvindexd.config.protecting import TlsConfig
 from kvindexd.extproc.v1 import ext_proc_pb2 as ep
 from kvindexd.security.certificates import Certificates
+from kvindexd.security.credentials import Access, CertificateRoles
+from kvindexd.security.http import HttpProtection
+from kvindexd.telemetry import MetricsServer
 from kvindexd.v1 import index_pb2 as pb
 from kvindexd.v1 import index_pb2_grpc as rpc
 
@@ -326,3 +331,52 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     files.ca.write_text("nothing")
     with pytest.raises(ConfigError, match=r"ca.crt holds no certificate"):
         Certificates(TlsConfig(**{**msgspec.structs.asdict(tls), "client_ca_file": str(files.ca)}))
+
+
+async def test_client_certificates_on_the_metrics_port(tmp_path: Path) -> None:
+    """In this process: which page by which certificate, and another authority without a restart."""
+    ca, clients = trustme.CA(), trustme.CA()
+    files = Files(tmp_path)
+    files.write(issue(ca, HOST), clients)
+    settings = {key.removeprefix("tls."): value for key, value in files.settings().items()}
+    certificates = Certificates(TlsConfig(**settings, client_certs=["metrics"]))
+    roles = CertificateRoles({"dns:prom.example": "read", "cn:gw": "score"})
+    access, failed = Access(list, roles, metrics_open=False), []
+    protected = HttpProtection(certificates.http_context("metrics"), access, failed.append)
+    server = MetricsServer(CollectorRegistry(), lambda: "", port=0, protected=protected)
+    _, port = await server.start()
+
+    def get(client: Pair | None, path: str) -> int:
+        context = ssl.create_default_context(cadata=ca.cert_pem.bytes().decode())
+        if client is not None:
+            (tmp_path / "client").write_bytes(client.key + client.cert)
+            context.load_cert_chain(tmp_path / "client")
+        connection = http.client.HTTPSConnection(HOST, port, timeout=10, context=context)
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().status
+        finally:
+            connection.close()
+
+    async def status(client: Pair | None, path: str = "/metrics") -> int:
+        """0 = no connection."""
+        try:
+            return await asyncio.to_thread(get, client, path)
+        except (OSError, http.client.HTTPException):
+            return 0
+
+    try:
+        prometheus = issue(clients, "prom.example")
+        assert await status(prometheus) == 200
+        assert await status(issue(clients, "x.example", cn="gw")) == 403
+        assert await status(issue(clients, "x.example")) == 401
+        assert await status(issue(clients, "x.example"), "/healthz") == 200
+        assert await status(issue(trustme.CA(), "prom.example"), "/healthz") == 0
+        assert await status(None, "/healthz") == 0
+        assert failed == ["role", "missing"]
+        fresh = trustme.CA()
+        replace(files.ca, fresh.cert_pem.bytes())
+        assert await status(prometheus) == 0
+        assert await status(issue(fresh, "prom.example")) == 200
+    finally:
+        await server.close()

@@ -161,7 +161,8 @@ class Guard:
 
     async def _each(self, requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
         async for request in requests:
-            await self._check_size(request, context)
+            if type(request) is _Oversized:
+                await self._refuse_size(request, context)
             yield request
 
     # -- checks -------------------------------------------------------------------------------
@@ -169,7 +170,8 @@ class Guard:
     async def _admit(self, method: str, request: Any, context: Context) -> None:
         if self._access is not None:
             await self._authorize(self._access, method, context)
-        await self._check_size(request, context)
+        if type(request) is _Oversized:
+            await self._refuse_size(request, context)
 
     async def _authorize(self, access: Access, method: str, context: Context) -> None:
         peer = context.peer()
@@ -182,13 +184,12 @@ class Guard:
             kind = Denied if refusal.known else Unauthenticated
             await refuse(context, kind(refusal.text))
 
-    async def _check_size(self, request: Any, context: Context) -> None:
-        if isinstance(request, _Oversized):
-            text = (
-                f"a message of {request.size} bytes is larger than server.max_message_bytes = "
-                f"{self._max_bytes}"
-            )
-            await self._refuse(context, TooLarge(text, "message_bytes"))
+    async def _refuse_size(self, message: _Oversized, context: Context) -> None:
+        text = (
+            f"a message of {message.size} bytes is larger than server.max_message_bytes = "
+            f"{self._max_bytes}"
+        )
+        await self._refuse(context, TooLarge(text, "message_bytes"))
 
     async def _refuse(self, context: Context, error: RequestError) -> None:
         if error.reason:
