@@ -67,6 +67,8 @@ class Daemon:
         self._role = role
         self._part = part
         self._store_url = ""
+        self.started = False
+        """Whether it has got as far as to serve."""
         self._metrics = Metrics()
         self._reloads = Reloads(config, self._metrics, load)
         self.on_reload(lambda c: set_log_level(c.log.level), "log.level")
@@ -330,6 +332,7 @@ class Daemon:
         return servers
 
     def _log_ready(self) -> None:
+        self.started = True
         if self._part is not None:
             log.info("process_ready", index=self._part.index, pid=os.getpid(), **self._bound)
             return

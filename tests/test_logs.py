@@ -18,6 +18,8 @@ import structlog
 from daemon import serving
 from test_ext_proc import Fleet
 
+from kvindexd.cli.serve import failed
+from kvindexd.config import ConfigError
 from kvindexd.telemetry import configure_logging, frames_of, name_request, tell_repeats, tell_rest
 from kvindexd.telemetry.repeats import LimitRepeats, Repeats
 
@@ -159,6 +161,33 @@ def test_errors_of_requests_are_logged_without_their_messages(out: io.StringIO) 
     assert "KeyError: 'the quokka'" in of_library["exception"]
 
 
+def test_what_keeps_a_daemon_from_starting_is_said_plainly(
+    out: io.StringIO, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure_logging("json", "info", out)
+    taken = OSError("server.listen: cannot bind redis://:s3cret@h")
+    assert failed("serve", ExceptionGroup("in a task group", [taken]), started=False) == 1
+    assert failed("serve", ConfigError("tracing: no"), started=False) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "kvindexd serve: server.listen: cannot bind redis://:***@h",
+        "kvindexd serve: tracing: no",
+    ]
+    assert not out.getvalue()
+
+
+def test_a_crash_is_a_line_with_its_traceback_and_without_secrets(out: io.StringIO) -> None:
+    configure_logging("json", "info", out)
+    fault = ExceptionGroup("in a task group", [RuntimeError("redis://:s3cret@h")])
+    assert failed("serve", fault, started=False) == 1
+    assert failed("serve", OSError("after hours"), started=True) == 1
+    first, second = map(json.loads, out.getvalue().splitlines())
+    assert first["event"] == second["event"] == "crashed"
+    assert "RuntimeError: redis://:***@h" in first["exception"]
+    assert "after hours" in second["exception"]
+    assert "s3cret" not in out.getvalue()
+
+
 def test_a_daemon_shows_repeats_once_and_the_rest_at_its_end(tmp_path: Path) -> None:
     settings = {"log.repeat_seconds": 600, "metrics.listen": ""}
     with serving(index__data_dir=str(tmp_path), **settings) as daemon:
@@ -167,7 +196,7 @@ def test_a_daemon_shows_repeats_once_and_the_rest_at_its_end(tmp_path: Path) -> 
         for _ in range(4):
             fleet.buffered(b'{"model": "m", "prompt": "x"}')
         fleet.channel.close()
-        assert len(daemon.events("picked_by_load")) == 1
+        daemon.until(lambda: daemon.events("picked_by_load"), "the first is told")
     first, last = daemon.events("picked_by_load")
     assert "suppressed" not in first
     assert last["suppressed"] == 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +17,7 @@ from kvindexd.registration import InvalidRegistration
 from kvindexd.security.exposure import check_exposure
 from kvindexd.serve import Daemon, Role
 from kvindexd.store import StoreError
-from kvindexd.telemetry import configure_logging, tell_rest
+from kvindexd.telemetry import configure_logging, mask_secrets, tell_rest
 
 log = structlog.get_logger(__name__)
 
@@ -92,6 +92,9 @@ def _command(role: Role):  # type: ignore[no-untyped-def]  # typer reads the inn
     return command
 
 
+_EXPECTED = (ConfigError, StoreError, InvalidRegistration, OSError)
+
+
 def run(
     config: Config,
     role: Role,
@@ -108,23 +111,43 @@ def run(
             err=True,
         )
         return 2
+    daemon: Daemon | None = None
     try:
         if role != "sidecar":
             check_exposure(config)
         # Calls and batches leave no cycles to speak of; looking for them among millions of blocks
         # is what would hold the loop up.
         gc.set_threshold(50_000, 20, 100)
-        uvloop.run(Daemon(config, role, part, load).run())
-    except ConfigError as error:
-        typer.echo(f"kvindexd {role}: {error}", err=True)
-        return 2
-    except (StoreError, InvalidRegistration, OSError) as error:
-        typer.echo(f"kvindexd {role}: {error}", err=True)
-        return 1
-    except Exception:
-        # A traceback printed by anyone else would show passwords in URLs.
-        log.exception("crashed", fix="report this; a supervisor such as systemd starts it again")
-        return 1
+        daemon = Daemon(config, role, part, load)
+        uvloop.run(daemon.run())
+    except Exception as error:
+        return failed(role, error, started=daemon is not None and daemon.started)
     finally:
         tell_rest()
     return 0
+
+
+def failed(role: Role, error: Exception, *, started: bool) -> int:
+    """Say why a daemon ended; the exit status: 2 for its configuration, else 1. What keeps one
+    from starting is said in plain words, anything else with its traceback."""
+    causes = list(_causes(error))
+    if not started and all(isinstance(e, _EXPECTED) for e in causes):
+        for cause in causes:
+            typer.echo(f"kvindexd {role}: {mask_secrets(str(cause))}", err=True)
+        return 2 if any(isinstance(e, ConfigError) for e in causes) else 1
+    # A traceback printed by anyone else would show passwords in URLs.
+    log.error(
+        "crashed",
+        exc_info=error,
+        fix="report this; a supervisor such as systemd starts it again",
+    )
+    return 1
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The errors that task groups have put into groups."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _causes(inner)
+    else:
+        yield error
