@@ -108,6 +108,18 @@ class Reconciler:
                 self._store_failed(e)
                 await asyncio.sleep(self._backoff.next())
                 continue
+            except Exception as e:
+                for name in self.members:
+                    self._metrics.errors.labels(name).inc()
+                log.exception(
+                    "discovery_source_failed",
+                    source="reconciler",
+                    error=repr(e),
+                    action="starting it again",
+                    fix="report this",
+                )
+                await asyncio.sleep(self._backoff.next())
+                continue
             try:
                 async with asyncio.timeout(min(pause, self.resync) or self.resync):
                     await self._changed.wait()
