@@ -249,7 +249,7 @@ async def test_only_configured_workers_without_an_owner_are_forgotten(store: Sto
     await store.acquire(key("owned"), "me", 60_000)
     lapsed = await store.acquire(key("silent"), "me", 60_000)
     await store.release(lapsed)
-    forgetting = Forgetting(store, process.shown, CONFIG)
+    forgetting = Forgetting(store, process.shown)
     running = asyncio.create_task(forgetting.run())
     forgetting.set(0.2)
     removed = {"source": "leases", "change": "removed"}

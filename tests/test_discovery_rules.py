@@ -5,11 +5,18 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvindexd.config import ConfigError, load
+from kvindexd.config.discovering import (
+    DiscoveryConfig,
+    DnsSource,
+    KubernetesSource,
+    source_names,
+)
 from kvindexd.discovery.addresses import Address, Addresses
-from kvindexd.discovery.forgetting import unowned
+from kvindexd.discovery.forgetting import registers_itself, unowned
 from kvindexd.discovery.pods import Condition, Meta, Pod, Pods, PodSpec, PodStatus
 from kvindexd.discovery.source import Backoff
 from kvindexd.discovery.template import Facts, TemplateError, check_template, registrations
@@ -359,14 +366,34 @@ def test_since_when_nobody_owns_a_worker() -> None:
     a, b, c = (WorkerKey("", x, 0) for x in "abc")
     released = float("-inf")
     first = unowned({}, {a: 5.0, b: -40.0, c: released}, 100, after=60)
-    assert first.since == {b: 60, c: 100}
+    assert first.since == {b: 100, c: 100}  # lapsed while the store was away, perhaps
     assert first.due == []
-    second = unowned(first.since, {a: -1.0, b: -60.0, c: released}, 120, after=60)
-    assert second.due == [b]
-    assert unowned(second.since, {c: released}, 160, after=60).due == [c]
+    second = unowned(first.since, {a: -1.0, b: -60.0, c: released}, 150, after=60)
+    assert (second.since, second.due) == ({a: 150, b: 100, c: 100}, [])
+    assert unowned(second.since, {b: -70.0, c: released}, 160, after=60).due == [b, c]
     # An owner in between starts the time anew.
     assert unowned({}, {c: 3.0}, 130, after=60).since == {}
     assert unowned({}, {c: released}, 160, after=60).due == []
+
+
+def test_names_of_sources() -> None:
+    pods = [
+        KubernetesSource(selector="app=vllm", namespace="ns"),
+        KubernetesSource(selector="app=vllm", field_selector="spec.nodeName=n1"),
+        KubernetesSource(selector="app=vllm", name="mine"),
+    ]
+    discovery = DiscoveryConfig(files=["/w.toml"], kubernetes=pods, dns=[DnsSource(host="h")])
+    names = ["kubernetes:ns/app=vllm", "kubernetes:./app=vllm/spec.nodeName=n1", "kubernetes:mine"]
+    assert source_names(discovery) == ["file:/w.toml", *names, "dns:h"]
+    # A file of a sidecar is its host's; pods and names are the same for all who look.
+    assert source_names(discovery, "host-1") == ["file:/w.toml@host-1", *names, "dns:h"]
+    scoped = msgspec.structs.replace(discovery, scope="blue")
+    assert source_names(scoped, "host-1")[0] == "file:/w.toml@blue"
+    assert source_names(scoped)[-1] == "dns:h@blue"
+    assert registers_itself("config")
+    assert registers_itself("file:/w.toml@host-1")
+    assert not registers_itself("file:/w.toml")
+    assert not registers_itself("")
 
 
 def test_pauses_grow_to_a_bound_and_are_not_alike() -> None:

@@ -34,7 +34,7 @@ class KubernetesSource(Section, frozen=True, kw_only=True):
     """Pods, by label selector."""
 
     selector: Annotated[str, Meta(min_length=1, description='Label selector: "app=vllm"')]
-    name: Annotated[str, Meta(description='Name of the source; "" = namespace and selector')] = ""
+    name: Annotated[str, Meta(description='Name of the source; "" = namespace and selectors')] = ""
     namespace: Annotated[str, Meta(description='"" = that of our own pod, "*" = all')] = ""
     field_selector: Annotated[str, Meta(description='Such as "spec.nodeName=node-1"')] = ""
     server: Annotated[str, Meta(description='URL of the API server; "" = from inside a pod')] = ""
@@ -98,8 +98,8 @@ class DiscoveryConfig(Section, frozen=True, kw_only=True):
         float,
         Meta(
             ge=0,
-            description="Deregister workers of other processes' [[workers]] that no ingester has "
-            "owned for so long; 0 = never",
+            description="Deregister workers of [[workers]] and of sidecars' files that no ingester "
+            "has owned for so long; 0 = never",
         ),
     ] = 0.0
     resync: Annotated[
@@ -109,22 +109,28 @@ class DiscoveryConfig(Section, frozen=True, kw_only=True):
         str,
         Meta(
             description="Part of the sources' names; processes with equal names share what they "
-            'found. "" = the host\'s name in a sidecar, nothing elsewhere'
+            'found. "" = nothing, except for files in a sidecar, where it is the host\'s name'
         ),
     ] = ""
 
 
-def source_names(discovery: DiscoveryConfig, scope: str = "") -> list[str]:
-    """The sources' names, in the order files, pods, DNS; unique where `check_discovery` passes."""
-    tail = f"@{scope}" if scope else ""
+def source_names(discovery: DiscoveryConfig, host: str = "") -> list[str]:
+    """The sources' names, in the order files, pods, DNS; unique where `check_discovery` passes.
+
+    `host`: scope of the files where the settings have none: those of another host are others.
+    """
+    scope = f"@{discovery.scope}" if discovery.scope else ""
+    files = scope or (f"@{host}" if host else "")
     return [
-        *(f"file:{path}{tail}" for path in discovery.files),
-        *(
-            f"kubernetes:{k.name or (k.namespace or '.') + '/' + k.selector}{tail}"
-            for k in discovery.kubernetes
-        ),
-        *(f"dns:{d.name or d.host}{tail}" for d in discovery.dns),
+        *(f"file:{path}{files}" for path in discovery.files),
+        *(f"kubernetes:{k.name or _pods_name(k)}{scope}" for k in discovery.kubernetes),
+        *(f"dns:{d.name or d.host}{scope}" for d in discovery.dns),
     ]
+
+
+def _pods_name(pods: KubernetesSource) -> str:
+    parts = (pods.namespace or ".", pods.selector, pods.field_selector)
+    return "/".join(part for part in parts if part)
 
 
 def check_discovery(discovery: DiscoveryConfig, lease_ttl: float) -> None:

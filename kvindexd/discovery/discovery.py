@@ -8,13 +8,15 @@ import socket
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import msgspec
 import structlog
 
 from kvindexd.config import Config, ConfigError
-from kvindexd.config.discovering import source_names
+from kvindexd.config.discovering import DiscoveryConfig, source_names
 from kvindexd.discovery.dns import DnsAddresses
 from kvindexd.discovery.files import FileSource
-from kvindexd.discovery.forgetting import Forgetting
+from kvindexd.discovery.forgetting import CONFIG, Forgetting
+from kvindexd.discovery.kubeapi import KubeError, own_namespace
 from kvindexd.discovery.kubernetes import KubernetesPods
 from kvindexd.discovery.metrics import DiscoveryMetrics
 from kvindexd.discovery.reconciler import Admit, Reconciler
@@ -25,9 +27,6 @@ from kvindexd.store import Store
 from kvindexd.telemetry import Metrics
 
 log = structlog.get_logger(__name__)
-
-CONFIG = "config"
-"""Source of what [[workers]] registers."""
 
 
 class _Running(NamedTuple):
@@ -66,7 +65,7 @@ class Discovery:
         # removed stays so, except that a sidecar is its engine's only voice.
         owner = Owner(CONFIG, frozenset({""}), sweeps=False, insists=role == "sidecar")
         self._configured = self._reconciler.member(owner)
-        self._forgetting = Forgetting(store, shown, owner)
+        self._forgetting = Forgetting(store, shown)
         self._wanted = self._sources(config)
         self._running: dict[str, _Running] = {}
         self._tasks: asyncio.TaskGroup | None = None
@@ -115,9 +114,8 @@ class Discovery:
 
     def _sources(self, config: Config) -> dict[str, tuple[Any, Source]]:
         """Name -> (its settings, the source, not running)."""
-        d = config.discovery
-        scope = d.scope or (socket.gethostname() if self._role == "sidecar" else "")
-        names = iter(source_names(d, scope))
+        d = _resolved(config.discovery)
+        names = iter(source_names(d, socket.gethostname() if self._role == "sidecar" else ""))
         bind, every = config.ingest.bind_events, d.file_interval
         made: dict[str, tuple[Any, Source]] = {}
         for path in d.files:
@@ -149,6 +147,20 @@ class Discovery:
         if gone:
             log.info("discovery_source_removed", source=name)
             self._reconciler.end(name)
+
+
+def _resolved(discovery: DiscoveryConfig) -> DiscoveryConfig:
+    """With our own namespace by its name, which is part of the source's: the same selector in
+    another namespace finds other pods."""
+    try:
+        own = own_namespace() if any(not k.namespace for k in discovery.kubernetes) else ""
+    except KubeError:
+        return discovery  # the source will say so
+    pods = [
+        k if k.namespace else msgspec.structs.replace(k, namespace=own)
+        for k in discovery.kubernetes
+    ]
+    return msgspec.structs.replace(discovery, kubernetes=pods)
 
 
 async def _guarded(source: Source, report: Report) -> None:

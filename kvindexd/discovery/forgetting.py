@@ -1,4 +1,4 @@
-"""Workers that registered themselves, from a sidecar's [[workers]], and never came back."""
+"""Workers that a sidecar registered, from its [[workers]] or file, and that never came back."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import structlog
 
 from kvindexd import registration as registrations
 from kvindexd.discovery.metrics import DiscoveryMetrics
-from kvindexd.discovery.wanted import Owner
 from kvindexd.model import WorkerKey
 from kvindexd.store import NotRegistered, Store, StoreError
 
 log = structlog.get_logger(__name__)
 
+CONFIG = "config"
+"""Source of what [[workers]] registers."""
 LEASES = "leases"
 """Name under which this shows in metrics and logs."""
 _LOOKS = 10
@@ -37,30 +38,33 @@ def unowned(
     now: float,
     after: float,
 ) -> Unowned:
-    """`leases`: seconds until each lease lapses, negative = lapsed, -inf = given back (then it
-    counts from when we saw that first). `after`: seconds without one after which a rank is due."""
+    """`leases`: seconds until each lease lapses, negative = lapsed, -inf = given back. `after`:
+    seconds without one after which a rank is due, from when we saw that first: while the store was
+    away, no lease could be renewed."""
     result = Unowned({}, [])
     for key, left in leases.items():
         if left > 0:
             continue
-        seen = now if left == float("-inf") else now + left
-        since = min(before.get(key, now), seen)
-        result.since[key] = since
+        result.since[key] = since = before.get(key, now)
         if now - since >= after:
             result.due.append(key)
     return result
 
 
-class Forgetting:
-    """Deregisters ranks that a configuration registered and no ingester has owned for `after`
-    seconds. Others stay: whoever registered them by a call does not do it again by itself."""
+def registers_itself(source: str) -> bool:
+    """Whether it comes back with the process that registered it: from its [[workers]], or a file
+    of its host's alone."""
+    return source == CONFIG or (source.startswith("file:") and "@" in source)
 
-    def __init__(self, store: Store, metrics: DiscoveryMetrics, config: Owner) -> None:
-        """`config`: the owner of what configurations register."""
+
+class Forgetting:
+    """Deregisters ranks that processes registered for themselves and that no ingester has owned for
+    `after` seconds. Others stay: who registered them by a call does not do it again."""
+
+    def __init__(self, store: Store, metrics: DiscoveryMetrics) -> None:
         self.after = 0.0
         self._store = store
         self._metrics = metrics
-        self._config = config
         self._changed = asyncio.Event()
         self._failure = ""
 
@@ -79,6 +83,7 @@ class Forgetting:
                     since = await self._look(since)
                     self._failure = ""
                 except StoreError as e:
+                    since = {}
                     self._failed(e)
             try:
                 async with asyncio.timeout(self.after / _LOOKS if self.after else None):
@@ -99,7 +104,7 @@ class Forgetting:
         except (NotRegistered, msgspec.MsgspecError):
             return
         alive = record.expires_in_ms is not None and record.expires_in_ms > 0
-        if alive or registration.source != self._config.source:
+        if alive or not registers_itself(registration.source):
             return
         if await self._store.deregister(key, record.registration):
             self._metrics.changes.labels(LEASES, "removed").inc()

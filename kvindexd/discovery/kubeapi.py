@@ -87,7 +87,7 @@ class KubeApi:
 
         s = self._settings
         base = (s.server or _in_cluster()).rstrip("/")
-        namespace = s.namespace or await asyncio.to_thread(_own_namespace)
+        namespace = s.namespace or await asyncio.to_thread(own_namespace)
         secure: ssl.SSLContext | bool = True
         if base.startswith("https://") and s.ca_file:
             secure = await asyncio.to_thread(_trusting, s.ca_file)
@@ -244,7 +244,8 @@ def _in_cluster() -> str:
     return f"https://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def _own_namespace() -> str:
+def own_namespace() -> str:
+    """The namespace of the pod that we run in. Raises KubeError."""
     try:
         return Path(_NAMESPACE_FILE).read_text(encoding="utf-8").strip()
     except OSError:
