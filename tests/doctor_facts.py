@@ -129,7 +129,6 @@ def healthy() -> Facts:
     """Nothing to find, and nothing missing."""
     ranks = [rank("w0", 8000), rank("w1", 8001)]
     keys = frozenset({"/w0/0", "/w1/0"})
-    stats = pb.IndexStatsResponse(server_version="1.0")
     pages = Pages(
         samples(score_requests_total__code__OK=9), samples(score_requests_total__code__OK=9)
     )
@@ -139,7 +138,7 @@ def healthy() -> Facts:
         reach=Reach("127.0.0.1:50051"),
         config=load(env={}, flags={"tokens.models": '{"m": "engine"}'}).config,
         host=Host("1.0", True, True, [Process(7, 65536, 100, 2)]),
-        server=Server("127.0.0.1:50051", "SERVING", stats, stats),
+        server=Server("127.0.0.1:50051", "SERVING", "1.0", [0, 3, 0]),
         metrics_reach=Reach("127.0.0.1:9400"),
         metrics=pages,
         ranks=ranks,

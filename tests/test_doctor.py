@@ -112,8 +112,7 @@ def _(f: Facts) -> None:
 
 @breaks("replica-lag")
 def _(f: Facts) -> None:
-    f.server.before = pb.IndexStatsResponse(server_version="1.0", replica_lag=10)
-    f.server.after = pb.IndexStatsResponse(server_version="1.0", replica_lag=20)
+    f.server.lags = [10, 30, 20]
 
 
 @breaks("apply-lag")
@@ -713,6 +712,9 @@ def test_what_looks_like_a_fault_and_is_none() -> None:
     def adopted(f: Facts) -> None:
         risen(f, orphans=5, orphans_adopted=5)
 
+    def heard_twice(f: Facts) -> None:
+        risen(f, dropped__duplicate=5, dropped__replay_overlap=2)
+
     def two_ranks(f: Facts) -> None:
         """Two ranks of one engine share its address."""
         changed(f, dp_size=2)
@@ -751,12 +753,14 @@ def test_what_looks_like_a_fault_and_is_none() -> None:
             r.engine.config["prefix_caching_hash_algo"] = "xxhash"
 
     def behind_but_catching_up(f: Facts) -> None:
-        f.server.before = pb.IndexStatsResponse(server_version="1.0", replica_lag=50)
-        f.server.after = pb.IndexStatsResponse(server_version="1.0", replica_lag=3)
+        f.server.lags = [500, 300, 20]
+
+    def behind_now_and_then(f: Facts) -> None:
+        f.server.lags = [20, 0, 30]
 
     for change in (
-        young, taken_over, restarted_once, adopted, two_ranks, apart_by_topic, sglang, unlimited,
-        snapshots, replay_went_on, same_seed, behind_but_catching_up,
+        young, taken_over, restarted_once, adopted, heard_twice, two_ranks, apart_by_topic, sglang,
+        unlimited, snapshots, replay_went_on, same_seed, behind_but_catching_up, behind_now_and_then,
     ):  # fmt: skip
         assert quiet(change) == set(), change.__name__
     assert quiet(registered_as_hidden) == {"hidden-groups"}

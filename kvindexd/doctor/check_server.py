@@ -9,6 +9,7 @@ book = Book()
 ERROR, WARNING, INFO = Severity
 
 _LAG_SECONDS = 1.0
+_BEHIND = 10
 _ENOUGH = 50
 """Requests or samples before a ratio is judged."""
 
@@ -53,7 +54,7 @@ def server_not_ready(f: Facts) -> Outcome:
 def version_differs(f: Facts) -> Outcome:
     assert isinstance(f.server, Server)  # noqa: S101 - needed
     assert not isinstance(f.host, Missing)  # noqa: S101 - needed
-    theirs = f.server.after.server_version
+    theirs = f.server.version
     if theirs and theirs != f.host.version:
         evidence = {"server": theirs, "here": f.host.version}
         yield Hit(
@@ -99,18 +100,20 @@ def no_workers(f: Facts) -> Outcome:
     "replica-lag",
     WARNING,
     "server",
-    provoked="feed entries wait for the replica at both looks, and no fewer at the second",
+    provoked=f"{_BEHIND} feed entries and more wait for the replica at every look, and no fewer at"
+    " the end",
     cost="answers are older than what the store knows",
     fix="give the process a core of its own, or start more `kvindexd scorer` beside it",
 )
 def replica_lag(f: Facts) -> Outcome:
     assert isinstance(f.server, Server)  # noqa: S101 - needed
-    first, last = f.server.before.replica_lag, f.server.after.replica_lag
+    lags = list(f.server.lags)
     if not f.wait:
         yield Skip(f.server.address, "needs two looks: give --wait SECONDS")
-    elif first and last >= first:
-        what = f"the replica is {last} feed entries behind and does not catch up"
-        yield Hit(f.server.address, what, {"before": first, "after": last, "seconds": f.wait})
+    elif lags and min(lags) >= _BEHIND and lags[-1] >= lags[0]:
+        what = f"the replica is {lags[-1]} feed entries behind and does not catch up"
+        evidence = {"first": lags[0], "least": min(lags), "last": lags[-1], "looks": len(lags)}
+        yield Hit(f.server.address, what, evidence)
 
 
 @book.check(

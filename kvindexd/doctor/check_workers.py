@@ -17,6 +17,18 @@ ERROR, WARNING, INFO = Severity
 _SILENT = re.compile(r"(\d+) s ago, no message since")
 _CLAIMED = re.compile(r"its batches say rank (\d+)")
 _GRACE = 30.0
+_NOTHING_LOST = frozenset(
+    f"dropped:{reason}"
+    for reason in (
+        "duplicate",
+        "replay_overlap",
+        "stale_replay",
+        "superseded",
+        "parked_expired",
+        "parked_overflow",
+    )
+)
+"""Drops of what is there already, or (parked) of what the check of orphans tells."""
 _PARKED = 100
 _STORES = 50
 """Stores of a rank after which all of its groups should have shown themselves."""
@@ -262,7 +274,8 @@ def decode_errors(f: Facts) -> Outcome:
     "events-dropped",
     WARNING,
     "ranks",
-    provoked="events are dropped, whatever the reason, or faults of kvindexd's own are counted",
+    provoked="events are dropped for another reason than that they came twice, or faults of"
+    " kvindexd's own are counted",
     cost="what those events said is not in the index",
     fix="look the reason up in docs/reliability.md; store_full: more maxmemory; too_large: raise"
     " ingest.max_event_bytes; bad_parts, bad_seq: another publisher is on the endpoint",
@@ -271,7 +284,7 @@ def events_dropped(f: Facts) -> Outcome:
     yield from _two_looks(f)
     for r in ranks(f):
         rise = r.rise("dropped:", "internal_errors")
-        rise = {k: n for k, n in rise.items() if "parked" not in k}
+        rise = {k: n for k, n in rise.items() if k not in _NOTHING_LOST}
         if rise:
             what = f"{sum(rise.values())} events dropped within {f.wait:g} s"
             yield Hit(r.name, what, {"rise": rise})

@@ -164,12 +164,13 @@ class Reach:
 
 @dataclass
 class Server:
-    """kvindexd as its gRPC tells: `health` is the name of a ServingStatus, or what went wrong."""
+    """kvindexd as its gRPC tells: `health` is the name of a ServingStatus, or what went wrong.
+    `lags`: feed entries that its replica had yet to apply, at each look in order."""
 
     address: str
     health: str
-    before: pb.IndexStatsResponse
-    after: pb.IndexStatsResponse
+    version: str
+    lags: Sequence[int] = ()
     audit: Sequence[pb.WorkerAudit] = ()
 
 
@@ -192,7 +193,7 @@ Samples = Mapping[tuple[str, tuple[tuple[str, str], ...]], float]
 
 @dataclass
 class Pages:
-    """The metrics page, twice. `ready`: "" or what /readyz complained of."""
+    """The metrics page, twice. `ready`: "" or what /readyz complained of at both looks."""
 
     before: Samples
     after: Samples

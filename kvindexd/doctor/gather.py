@@ -63,6 +63,7 @@ class _Gathering:
         self._client = client
         self._advance = advance
         self._owners: dict[tuple[str, str, int], list[str]] = {}
+        self._lags: list[int] = []
         self._sampling = True
 
     async def run(self) -> Facts:
@@ -79,10 +80,9 @@ class _Gathering:
             metrics_reach = Reach(metrics_at, "" if asks else bad)
         redis = await self._redis()
         ranks, after, owners = await self._ranks(before, server, redis)
-        if isinstance(server, Server):
-            server.after = after.stats
         if not isinstance(metrics_at, Missing) and not isinstance(before.samples, Missing):
             after.samples = await probe_net.samples(metrics_at, ask.within)
+            ready = ready and await probe_net.ready(metrics_at, ask.within)
         host = await asyncio.to_thread(probe_host.host, owners)
         return Facts(
             wait=ask.wait,
@@ -122,7 +122,8 @@ class _Gathering:
         audit: Sequence[pb.WorkerAudit] = ()
         with contextlib.suppress(grpc.RpcError):  # an older server has none
             audit = (await self._call(admin.Audit, pb.AuditRequest())).workers
-        server = Server(ask.server, await self._health(), look.stats, look.stats, audit)
+        version = look.stats.server_version
+        server = Server(ask.server, await self._health(), version, self._lags, audit)
         return Reach(ask.server), server, look
 
     async def _health(self) -> str:
@@ -137,6 +138,7 @@ class _Gathering:
         request = pb.ListWorkersRequest(include_stale=True)
         answer = await self._call(self._client.admin.ListWorkers, request)
         stats = await self._call(self._client.admin.IndexStats, pb.IndexStatsRequest())
+        self._lags.append(stats.replica_lag)
         look = _Look({_key(w): w for w in answer.workers}, stats)
         for key, worker in look.workers.items():
             seen = self._owners.setdefault(key, [])
