@@ -17,6 +17,7 @@ import msgspec
 import pytest
 import trustme
 from certificates import HOST, Files, Pair, channel, issue, replace
+from cryptography.hazmat.primitives import serialization
 from daemon import Daemon
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
@@ -325,6 +326,14 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     ca = trustme.CA()
     files.write(issue(ca, HOST)._replace(key=issue(ca, HOST).key), ca)
     with pytest.raises(ConfigError, match="are no certificate with its private key"):
+        Certificates(tls)
+    sealed = serialization.load_pem_private_key(issue(ca, HOST).key, None).private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.BestAvailableEncryption(b"passphrase"),
+    )
+    files.write(issue(ca, HOST)._replace(key=sealed), ca)
+    with pytest.raises(ConfigError, match="without a passphrase"):
         Certificates(tls)
     files.write(issue(ca, HOST), ca)
     assert Certificates(tls).generation == 0

@@ -102,7 +102,7 @@ class Certificates:
         made.options |= ssl.OP_NO_TICKET
         made.num_tickets = 0
         try:
-            made.load_cert_chain(self._tls.cert_file, self._tls.key_file)
+            made.load_cert_chain(self._tls.cert_file, self._tls.key_file, _no_passphrase)
         except ssl.SSLError as e:
             raise ValueError(
                 f"{self._tls.cert_file} and {self._tls.key_file} are no certificate with its "
@@ -210,3 +210,8 @@ def _said(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename:
         return f"cannot read {error.filename}: {error.strerror}"
     return str(error)
+
+
+def _no_passphrase() -> str:
+    """Without this, OpenSSL asks the terminal, and waits."""
+    return ""
