@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import struct
 import time
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol
@@ -186,8 +187,16 @@ class Session:
             self._log.warning("records_missing", cost="the rank is cleared and replayed")
             self.writer.reset(incarnation=True)
         else:
-            state = await self.writer.load(await self._store.load(self._registration.key))
-            self._sequencer = Sequencer(self._config, state)
+            snapshot = await self._store.load(self._registration.key)
+            try:
+                self._sequencer = Sequencer(self._config, await self.writer.load(snapshot))
+            except (LookupError, ValueError, struct.error, msgspec.MsgspecError) as e:
+                # Records that contradict each other would stop the rank at every attempt.
+                self._log.error(
+                    "records_unreadable", error=repr(e), cost="the rank is cleared and replayed"
+                )
+                self._counters.add("internal_errors")
+                self.writer.reset(incarnation=True)
         self._loaded = True
 
     async def save(self) -> None:

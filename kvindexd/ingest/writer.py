@@ -311,11 +311,13 @@ class RankWriter:
             blocks=len(self.residency.holdings.blocks),
             cost="answers lack this worker until its blocks are written again",
         )
-        try:
-            self.lease = await self._store.acquire(key, lease.owner, lease.ttl_ms)
-        except LeaseHeld as e:
-            raise Fenced(str(key), e.owner) from e
+        # Nothing may come between the new lease and the clear: with it, what was queued under the
+        # old one could be written without the profile that it needs.
         async with self._whole:
+            try:
+                self.lease = await self._store.acquire(key, lease.owner, lease.ttl_ms)
+            except LeaseHeld as e:
+                raise Fenced(str(key), e.owner) from e
             seq, ts, digest = self._written
             for delta in (*self._flight, *self._queue):
                 if delta.seq >= 0 or delta.clear:  # a clear begins before the first batch
