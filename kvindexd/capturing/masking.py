@@ -27,6 +27,7 @@ _ROUNDS = 10
 _HALF = np.uint32(16)
 _LOW = np.uint32(0xFFFF)
 _MAX_TOKEN = (1 << 32) - 1
+_WORD = 64
 _OPAQUE = b"\xc1"
 """A byte that msgpack never uses: a payload of these decodes as little as the one it replaces."""
 
@@ -41,7 +42,7 @@ _FAILURES = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
 _PLAIN = {
     "block_size", "medium", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window",
-    "locality", "ownership", "origin", "remaining_copy_counts",
+    "locality", "ownership", "origin",
 }  # fmt: skip
 """Fields without anything of a prompt, kept byte for byte. `lora_id` is only a running number, and
 kept where it is one."""
@@ -119,17 +120,19 @@ class Mask:
         try:
             if payload and _is_map(payload[0]):
                 fields = _raw_map.decode(payload)
-                for name in fields.keys() - {"ts", "events", "data_parallel_rank"}:
-                    fields[name] = self._blinded(fields[name])
-                if "events" in fields:
-                    fields["events"] = self._events(fields["events"])
-                return _encode(fields)
+                return _encode({name: self._of_batch(name, raw) for name, raw in fields.items()})
             parts = _raw_list.decode(payload)
-            parts[1:2] = [self._events(raw) for raw in parts[1:2]]
-            parts[3:] = [self._blinded(raw) for raw in parts[3:]]
-            return _encode(parts)
+            names = ("ts", "events", "data_parallel_rank", *[""] * len(parts))
+            return _encode([self._of_batch(*one) for one in zip(names, parts, strict=False)])
         except _FAILURES:
             return _OPAQUE * len(payload)
+
+    def _of_batch(self, name: str, raw: msgspec.Raw) -> Any:
+        if name == "events":
+            return self._events(raw)
+        if name in ("ts", "data_parallel_rank") and isinstance(_any.decode(raw), int | float):
+            return raw
+        return self._blinded(raw)
 
     def _events(self, raw: msgspec.Raw) -> Any:
         try:
@@ -151,7 +154,8 @@ class Mask:
             known = dict(zip(names, parts[1:], strict=False))
             masked = self._masked(tag, known)
             more = [self._blinded(part) for part in parts[1 + len(names) :]]
-            return msgspec.Raw(_encode([*parts[:1], *(masked[n] for n in known), *more]))
+            head = [self._short(part) for part in parts[:1]]
+            return msgspec.Raw(_encode([*head, *(masked[n] for n in known), *more]))
         except _FAILURES:
             return self._blinded(raw)
 
@@ -160,10 +164,16 @@ class Mask:
         return {name: self._field(name, raw, known) for name, raw in fields.items()}
 
     def _field(self, name: str, raw: Any, known: bool) -> Any:
-        if name == "type" or (known and name in _PLAIN):
+        if name == "remaining_copy_counts" and known:
             return raw
+        if name == "type" or (known and name in _PLAIN):
+            return self._short(raw)
         mask = self._fields.get(name) if known else None
         return self._blinded(raw) if mask is None else mask(_any.decode(raw))
+
+    def _short(self, raw: Any) -> Any:
+        """As it is, unless it is longer than any word or number that belongs there."""
+        return raw if memoryview(raw).nbytes <= _WORD else self._blinded(raw)
 
     # -- values -------------------------------------------------------------------------------
 
