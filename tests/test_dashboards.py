@@ -74,11 +74,18 @@ class Exported(NamedTuple):
     values: dict[tuple[str, str], set[str]]
 
 
-def _metrics(daemon: Daemon) -> str:
+def _get(daemon: Daemon, path: str) -> tuple[int, str]:
     connection = http.client.HTTPConnection(daemon.ready["metrics"], timeout=10)
-    connection.request("GET", "/metrics")
-    text = connection.getresponse().read().decode()
+    connection.request("GET", path)
+    response = connection.getresponse()
+    found = response.status, response.read().decode()
     connection.close()
+    return found
+
+
+def _metrics(daemon: Daemon) -> str:
+    status, text = _get(daemon, "/metrics")
+    assert status == 200
     return text
 
 
@@ -102,11 +109,12 @@ def _complete(daemon: Daemon, picked: pb.PickWorkerResponse, cached: int) -> Non
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Exported]:
-    """/metrics of a daemon after some traffic, good and bad."""
+def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """A daemon after some traffic, good and bad."""
     settings = {
         "index.data_dir": str(tmp_path_factory.mktemp("store")),
         "tokens.models": {"m": "http://127.0.0.1:1"},
+        "metrics.ui": False,
     }
     with serving(**settings) as daemon, FakeEngine() as good, FakeEngine() as odd:
         daemon.register("w0", good.endpoint())
@@ -136,7 +144,12 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Exported]:
             lambda: all(part in shown for part in seen) if (shown := _metrics(daemon)) else None,
             "everything counted",
         )
-        yield _exported(_metrics(daemon))
+        yield daemon
+
+
+@pytest.fixture(scope="module")
+def exported(busy: Daemon) -> Exported:
+    return _exported(_metrics(busy))
 
 
 class Row(NamedTuple):
@@ -168,6 +181,11 @@ def test_the_document_lists_exactly_what_is_exported(exported: Exported) -> None
     }
     assert not wrong
     assert exported.types.keys() - exported.labels.keys() == NOT_CAUSED
+
+
+def test_the_page_is_off_by_configuration(busy: Daemon) -> None:
+    for path in ("/ui", "/ui/", "/ui/app.js", "/ui/api/fleet", "/ui/api/explain"):
+        assert _get(busy, path) == (404, "see /metrics, /healthz and /readyz\n"), path
 
 
 def test_the_contract_is_kept(exported: Exported) -> None:
