@@ -391,6 +391,14 @@ def test_explain_says_what_it_cannot_know(fleet: Fleet) -> None:
     assert any("hashes were sent" in what for what in answer.divergence.unknown)
 
 
+def test_explain_looks_at_workers_that_the_request_leaves_out(fleet: Fleet) -> None:
+    asked = ("explain", "--model", "m", tokens_of(fleet.held), "--label", "zone=none")
+    shown = cli(fleet, *asked)
+    assert "no worker matches" in shown
+    assert "leave out all of the model's 1 workers" in shown
+    assert "workers that their state or the request's filters leave out: 96 tokens on w0" in shown
+
+
 def explained(fleet: Fleet, prompt: Sequence[int], *options: str) -> Any:
     options = options if "--model" in options else ("--model", "m", *options)
     answer = json.loads(cli(fleet, "explain", tokens_of(prompt), *options, "--json"))

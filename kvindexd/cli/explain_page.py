@@ -25,12 +25,12 @@ _LEGEND = "█ device  ▓ host  ▒ storage  ░ predicted  · missing  ^ the b
 
 def print_explanation(out: Console, answer: pb.ExplainResponse) -> None:
     """All of an answer."""
-    if not answer.workers:
-        out.print("no worker matches; see `kvindexd workers list`")
-        return
     for worker in answer.workers:
         _print_worker(out, worker)
-    out.print(_LEGEND)
+    if answer.workers:
+        out.print(_LEGEND)
+    else:
+        out.print("no worker matches; see `kvindexd workers list`")
     if answer.HasField("divergence"):
         out.print()
         _print_divergence(out, answer.divergence)

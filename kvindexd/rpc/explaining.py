@@ -145,6 +145,9 @@ async def _survey(asked: Asked, held: int) -> Survey:
 
 
 def _detail(asked: Asked, held: int, size: int, survey: Survey) -> str:
+    if not asked.chosen.members:
+        n = len(asked.scope.members)
+        return f"state and filters leave out all of the model's {n} workers"
     if not size:
         return (
             "no worker of the model has shown any block yet: see its state and detail in "

@@ -277,7 +277,13 @@ class IndexService(index_pb2_grpc.KVIndexServicer):
 
     async def _explain(self, request: pb.ScoreWorkersRequest) -> pb.ExplainResponse:
         scope, query, chosen = await self._candidates(request)
-        scored = score(scope.table, query, chosen.panel, explain=True)
+        scored = score(
+            scope.table,
+            query,
+            chosen.panel,
+            device_only=request.options.device_only,
+            explain=True,
+        )
         ranked = self._rank(request, query, chosen.members, scored)
         response = pb.ExplainResponse(prompt_tokens=query.tokens)
         adapters = self.tokens.adapters_of(scope.model) if self.tokens is not None else ()
