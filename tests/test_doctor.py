@@ -760,7 +760,8 @@ def test_what_looks_like_a_fault_and_is_none() -> None:
 
     for change in (
         young, taken_over, restarted_once, adopted, heard_twice, two_ranks, apart_by_topic, sglang,
-        unlimited, snapshots, replay_went_on, same_seed, behind_but_catching_up, behind_now_and_then,
+        unlimited, snapshots, replay_went_on, same_seed, behind_but_catching_up,
+        behind_now_and_then,
     ):  # fmt: skip
         assert quiet(change) == set(), change.__name__
     assert quiet(registered_as_hidden) == {"hidden-groups"}

@@ -16,6 +16,7 @@ from kvindexd.config import load
 from kvindexd.doctor.catalogue import CHECKS
 from kvindexd.doctor.envoy import clusters, ext_procs, snake
 from kvindexd.doctor.facts import EnvoyFile, Facts
+from kvindexd.doctor.probe_host import envoy_file
 from kvindexd.doctor.report import Severity, judge
 
 Break = Callable[[Any], None]
@@ -249,6 +250,62 @@ def _camel(key: str) -> str:
         return key
     head, *rest = key.split("_")
     return head + "".join(p.capitalize() for p in rest)
+
+
+def test_a_dump_of_a_running_envoy_is_put_together(tmp_path: Path) -> None:
+    """As an Envoy that is driven by a management server shows itself."""
+    path = tmp_path / "dump.json"
+    path.write_text(json.dumps(dump(envoy().root)))
+    file = envoy_file(path)
+    assert isinstance(file, EnvoyFile)
+    picker(file.root)["common_lb_config"]["healthy_panic_threshold"] = {}
+    assert found(file) == []
+    del picker(file.root)["health_checks"]
+    assert found(file) == [("envoy-no-health-check", Severity.WARNING)]
+
+
+def dump(root: Any) -> Any:
+    """The same in the form of /config_dump?include_eds, routes and endpoints apart."""
+    prefix = "type.googleapis.com/envoy.config."
+    (listener,) = root["static_resources"]["listeners"]
+    manager = ext_procs(root)[0].manager
+    routes = {"@type": prefix + "route.v3.RouteConfiguration", "name": "r"}
+    routes |= manager.pop("route_config")
+    manager["rds"] = {"route_config_name": "r"}
+    listener["@type"] = prefix + "listener.v3.Listener"
+    endpoints = []
+    for cluster in root["static_resources"]["clusters"]:
+        cluster["@type"] = prefix + "cluster.v3.Cluster"
+        given = cluster.pop("load_assignment")
+        endpoints.append({"@type": prefix + "endpoint.v3.ClusterLoadAssignment"} | given)
+    clusters_ = root["static_resources"]["clusters"]
+    return {
+        "configs": [
+            {"bootstrap": {"admin": root["admin"]}},
+            {"dynamic_active_clusters": [{"cluster": c} for c in clusters_]},
+            {"dynamic_endpoint_configs": [{"endpoint_config": e} for e in endpoints]},
+            {"dynamic_listeners": [{"active_state": {"listener": listener}}]},
+            {"dynamic_route_configs": [{"route_config": routes}]},
+        ]
+    }
+
+
+def test_a_file_that_leaves_all_to_a_management_server_is_told_of(tmp_path: Path) -> None:
+    path = tmp_path / "envoy.yaml"
+    path.write_text("dynamic_resources: {lds_config: {ads: {}}, cds_config: {ads: {}}}")
+    file = envoy_file(path)
+    assert isinstance(file, EnvoyFile)
+    assert "config_dump" in file.problem
+
+
+def test_endpoints_that_come_by_discovery_are_not_checked() -> None:
+    file = envoy()
+    del clusters(file.root)["workers"]["load_assignment"]
+    facts = healthy()
+    facts.envoy = [file]
+    report = judge(CHECKS, facts)
+    assert report.findings == []
+    assert [n.id for n in report.not_checked] == ["envoy-workers-unknown"]
 
 
 def test_the_budget_of_the_settings_counts() -> None:

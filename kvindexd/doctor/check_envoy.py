@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvindexd.doctor import envoy
 from kvindexd.doctor.envoy import PICK, ExtProc, Node, child
 from kvindexd.doctor.facts import Facts, Missing
-from kvindexd.doctor.report import Book, Hit, Outcome, Severity
+from kvindexd.doctor.report import Book, Hit, Outcome, Severity, Skip
 from kvindexd.fleet import names_of, normal
 from kvindexd.rpc.codec import registration_of
 
@@ -44,7 +44,8 @@ def _pickers(f: Facts) -> Iterator[tuple[str, str, Node]]:
     "envoy-unreadable",
     ERROR,
     "envoy",
-    provoked="the file given with --envoy is no YAML or JSON, or cannot be read",
+    provoked="the file given with --envoy is no YAML or JSON, or leaves its listeners to a"
+    " management server",
     cost="none of the checks below ran on it",
     fix="envoy --mode validate -c FILE",
 )
@@ -309,8 +310,10 @@ def no_traffic_interval(f: Facts) -> Outcome:
 )
 def panic(f: Facts) -> Outcome:
     for path, name, cluster in _pickers(f):
-        threshold = child(child(cluster, "common_lb_config"), "healthy_panic_threshold")
-        value = float(threshold.get("value", 0)) if threshold else 50.0
+        common = child(cluster, "common_lb_config")
+        # Envoy leaves a value of 0 out when it shows what it runs.
+        given = "healthy_panic_threshold" in common
+        value = float(child(common["healthy_panic_threshold"], "value") or 0) if given else 50.0
         if child(cluster, "health_checks") and value > 0:
             evidence = {"cluster": name, "healthy_panic_threshold": value}
             yield Hit(path, f"cluster {name} panics below {value:g}% healthy", evidence)
@@ -333,6 +336,7 @@ def workers_unknown(f: Facts) -> Outcome:
         clusters = envoy.worker_clusters(root).values()
         have = {normal(e) for c in clusters for e in envoy.endpoints(c)}
         if not have:
+            yield Skip(path, "its worker clusters name no endpoints: they come by discovery")
             continue
         strange = sorted(e for e in have if not any(e in n for _, n in names))
         absent = sorted({r.after.address for r, n in names if not n & have})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 PICK = "x-gateway-destination-endpoint"
 """The header and metadata key of the pick."""
@@ -75,6 +75,35 @@ def typed(node: Any, kind: str) -> Iterator[Node]:
     for found in walk(node):
         if str(found.get("@type", "")).endswith(kind):
             yield found
+
+
+def whole(root: Node) -> Node:
+    """A configuration in its static form: what /config_dump tells in pieces is put together."""
+    if not isinstance(root.get("configs"), list):
+        return root
+    routes = {str(r.get("name", "")): r for r in typed(root, "route.v3.RouteConfiguration")}
+    endpoints = {
+        str(e.get("cluster_name", "")): e for e in typed(root, "endpoint.v3.ClusterLoadAssignment")
+    }
+    bootstrap: Node = next((child(c, "bootstrap") for c in root["configs"] if "bootstrap" in c), {})
+    listeners = list(typed(root, "listener.v3.Listener"))
+    for manager in typed(listeners, "HttpConnectionManager"):
+        name = child(manager, "rds").get("route_config_name")
+        if name in routes:
+            cast(dict[str, Any], manager)["route_config"] = routes[name]
+    clusters_ = [
+        {"load_assignment": endpoints.get(str(c.get("name", "")), {}), **c}
+        for c in typed(root, "cluster.v3.Cluster")
+    ]
+    return {
+        "admin": child(bootstrap, "admin"),
+        "static_resources": {"listeners": listeners, "clusters": clusters_},
+    }
+
+
+def is_dynamic(root: Node) -> bool:
+    """Whether the listeners come from a management server, so that the file says little."""
+    return bool(child(child(root, "dynamic_resources"), "lds_config"))
 
 
 def ext_procs(root: Node) -> list[ExtProc]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvindexd._version import __version__
 from kvindexd.config import Config
-from kvindexd.doctor.envoy import snake
+from kvindexd.doctor.envoy import ext_procs, is_dynamic, snake, whole
 from kvindexd.doctor.facts import EnvoyFile, Host, Missing, Process, TokenizerTry
 from kvindexd.tokens import NoTokens, Tokens, TokenSettings, parse
 from kvindexd.tokens.engine import EngineTokenizer
@@ -27,6 +27,10 @@ _OWNER = re.compile(r"(?P<host>.+):(?P<pid>\d+):[0-9a-f]+")
 _LIMIT = re.compile(r"^Max open files\s+(\d+|unlimited)", re.MULTILINE)
 _SAMPLE = "The quick brown fox jumps over the lazy dog; 1234 times, l'été: ÄÖÜ."
 _UNLIMITED = 1 << 30
+_DYNAMIC = (
+    "its listeners come from a management server: save what http://ADMIN/config_dump?include_eds "
+    "answers as a .json file, and give that"
+)
 
 
 def host(owners: Iterable[str]) -> Host:
@@ -137,7 +141,10 @@ def envoy_file(path: Path) -> EnvoyFile | Missing:
         return EnvoyFile(str(path), {}, f"cannot be parsed: {' '.join(str(e).split())}")
     if not isinstance(root, Mapping):
         return EnvoyFile(str(path), {}, "is no mapping of settings")
-    return EnvoyFile(str(path), snake(root))
+    static = whole(snake(root))
+    if is_dynamic(static) and not ext_procs(static):
+        return EnvoyFile(str(path), {}, _DYNAMIC)
+    return EnvoyFile(str(path), static)
 
 
 def _yaml(text: str) -> Any:
