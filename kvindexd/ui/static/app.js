@@ -45,8 +45,8 @@ function link(w) {
 
 async function get(path) {
   const response = await fetch(`ui/api/${path}`, { signal: AbortSignal.timeout(10000) });
-  const body = await response.json();
-  if (!response.ok) throw new Error(body.error);
+  const body = await response.json().catch(() => ({}));
+  if (!response.ok) throw new Error(body.error ?? `status ${response.status}`);
   return body;
 }
 

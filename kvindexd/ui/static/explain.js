@@ -53,8 +53,8 @@ async function ask() {
       headers: { "Content-Type": "application/json" },
       body: question,
     });
-    const found = await response.json();
-    if (!response.ok) throw new Error(`${found.code}: ${found.error}`);
+    const found = await response.json().catch(() => ({}));
+    if (!response.ok) throw new Error(`${found.code ?? response.status}: ${found.error ?? ""}`);
     answer.replaceChildren(...whole(found), ...found.workers.map(worker));
   } catch (error) {
     answer.replaceChildren(el("p", { class: "warn" }, error.message));
