@@ -134,14 +134,20 @@ def test_a_first_token_is_found_by_trying(
     table = table_with(query(PROMPT), lookahead=lookahead, size=size)
     for added, asked in ((True, PROMPT[1:]), (False, [5, *PROMPT[1:]])):
         q = query(asked)
-        found = [t for t in first_tokens(table, q, kinds, added=added) if t is not None]
-        assert found == [100]
+        found = [hit for hit in first_tokens(table, q, kinds) if hit is not None]
+        assert found == [(100, added)]
         form = of_first_token(q, 100, added=added)
         assert form.change == ("token_added" if added else "token_replaced")
         assert form.query.packed == chain.pack_tokens(PROMPT)
         assert first_block_held(table, form.query, kinds)
     short = query(PROMPT[1 : size - 1])
-    assert not [t for t in first_tokens(table, short, kinds, added=True) if t is not None]
+    assert not any(first_tokens(table, short, kinds))
+
+
+def test_usual_first_tokens_are_tried_before_all_others() -> None:
+    bos = 128_000
+    table = table_with(query([bos, *PROMPT]))
+    assert next(first_tokens(table, query(PROMPT), [Shape(16, 0, 64)])) == (bos, True)
 
 
 def test_every_block_of_an_offloaded_chunk_is_shown_as_held() -> None:

@@ -54,7 +54,9 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "conformance": ("kvindexd conformance w0.capture --verbose",),
     "layout": ("kvindexd layout",),
     "layout resolve": ("kvindexd layout resolve LBHNC LBNHC --requested LBNHC",),
-    "layout check": ("kvindexd layout check LBHNC:tp=2,heads=8,block=16 LBHNC:tp=4,heads=8,block=16",),
+    "layout check": (
+        "kvindexd layout check LBHNC:tp=2,heads=8,block=16 LBHNC:tp=4,heads=8,block=16",
+    ),
     "bench": ("kvindexd bench --quick",),
     "config show": ("kvindexd config show --config kvindexd.toml",),
     "config schema": ("kvindexd config schema > kvindexd.schema.json",),

@@ -22,6 +22,8 @@ MAX_DROPPED = 64
 MAX_ROOTS = 256
 VOCABULARY = 300_000
 """Token ids tried as the first one."""
+USUAL = (0, 1, 2, 3, 50_256, 100_257, 128_000, 151_643, 151_644, 163_584, 199_998, 200_006)
+"""BOS tokens and first tokens of chat templates of well-known models: tried before all others."""
 _STEP = 1024
 """First tokens tried between two pauses: about a millisecond."""
 
@@ -123,17 +125,19 @@ def known_roots(lora: str, salt: str, adapters: Iterable[str]) -> dict[int, Root
 
 
 def first_tokens(
-    table: Table, query: Query, kinds: Sequence[Shape], *, added: bool
-) -> Iterator[int | None]:
-    """Token ids which, `added` in front of the prompt or else in place of its first token, make a
-    first block that is held; None now and then, for the caller to let others run."""
+    table: Table, query: Query, kinds: Sequence[Shape]
+) -> Iterator[tuple[int, bool] | None]:
+    """(token, True) for each token id that, added in front of the prompt, makes a first block that
+    is held; (token, False) where it does in place of the first token. None now and then, for the
+    caller to let others run."""
     packed = query.packed
-    for low in range(0, VOCABULARY, _STEP):
-        ids = range(low, low + _STEP)
-        for shape in kinds:
-            for place in _held(table, query.root, packed if added else packed[4:], shape, ids):
-                yield ids[place]
-        yield None
+    rest = range(0, VOCABULARY, _STEP)
+    for ids in itertools.chain([USUAL], (range(low, low + _STEP) for low in rest)):
+        for added, behind in ((True, packed), (False, packed[4:])):
+            for shape in kinds:
+                for place in _held(table, query.root, behind, shape, ids):
+                    yield ids[place], added
+            yield None
 
 
 def _held(table: Table, root: int, rest: bytes, shape: Shape, ids: Sequence[int]) -> list[int]:
