@@ -800,6 +800,13 @@ def test_what_only_the_ingester_can_reach_is_not_called_unreachable() -> None:
     assert "run this command there" in skipped["replay-unreachable"]
 
 
+def test_a_server_that_keeps_no_audit_is_said_so() -> None:
+    facts = healthy()
+    facts.server.audit = Missing("UNIMPLEMENTED")
+    report = judge(CHECKS, facts)
+    assert {n.id for n in report.not_checked} == {"over-reports", "miscounted"}
+
+
 def test_salted_first_blocks_do_not_look_like_another_seed() -> None:
     facts = healthy()
     facts.ranks[0].heard.roots = [Root("16:aa", "01"), Root("16:aa", "07")]

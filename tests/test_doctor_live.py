@@ -29,7 +29,9 @@ from doctor_fleet import (
     take_turns,
     unused,
 )
+from typer.testing import CliRunner
 
+from kvindexd.cli.main import app
 from kvindexd.doctor.catalogue import CHECKS
 from kvindexd.model import WorkerKey
 from kvindexd.store import Store
@@ -364,8 +366,19 @@ def test_a_healthy_deployment_gives_no_finding(tmp_path: Path) -> None:
         with fleet.busy():
             options = ["--wait", "1", "--envoy", str(envoy), "--candidate", pages[0].address]
             status, report = run_doctor(daemon, *options, url=redis.url, settings=settings)
+        metrics_alone(daemon.ready["metrics"])
     assert [(f["id"], f["subject"], f["evidence"]) for f in report["findings"]] == []
     assert status == 0
     # The rest has nothing to look at: no local tokenizer, and a replay that has not wrapped yet.
     assert {n["id"] for n in report["not_checked"]} <= {"tokenizer-differs"}
     assert len(report["sound"]) >= len(CHECKS) - 1
+
+
+def metrics_alone(address: str) -> None:
+    """Rates are told over the whole wait, without the gRPC side too."""
+    args = ["--server", unused(), "--metrics", address, "--wait", "0.5", "--json"]
+    began = time.monotonic()
+    done = CliRunner().invoke(app, ["doctor", "--only", "redis-errors", *args])
+    assert time.monotonic() - began >= 0.5
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.output)["sound"] == ["redis-errors"]

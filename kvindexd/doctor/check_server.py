@@ -242,6 +242,9 @@ def picked_by_load(f: Facts) -> Outcome:
 )
 def over_reports(f: Facts) -> Outcome:
     assert isinstance(f.server, Server)  # noqa: S101 - needed
+    if isinstance(f.server.audit, Missing):
+        yield Skip(f.server.address, f.server.audit.why)
+        return
     for a in f.server.audit:
         if a.drifting or (a.outcomes >= 20 and a.over > a.outcomes / 2):
             evidence = {
@@ -267,6 +270,9 @@ def over_reports(f: Facts) -> Outcome:
 )
 def miscounted(f: Facts) -> Outcome:
     assert isinstance(f.server, Server)  # noqa: S101 - needed
+    if isinstance(f.server.audit, Missing):
+        yield Skip(f.server.address, f.server.audit.why)
+        return
     for a in f.server.audit:
         if a.outcomes >= 10 and a.miscounted >= a.outcomes / 10:
             evidence = {"outcomes": a.outcomes, "miscounted": a.miscounted}

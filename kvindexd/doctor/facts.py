@@ -171,7 +171,7 @@ class Server:
     health: str
     version: str
     lags: Sequence[int] = ()
-    audit: Sequence[pb.WorkerAudit] = ()
+    audit: Sequence[pb.WorkerAudit] | Missing = ()
 
 
 def host_of(owner: str) -> str:

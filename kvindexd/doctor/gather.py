@@ -119,9 +119,11 @@ class _Gathering:
         except grpc.RpcError as e:
             why = explain(ask.server, e)
             return Reach(ask.server, why), Missing(f"the server does not answer: {why}"), _Look()
-        audit: Sequence[pb.WorkerAudit] = ()
-        with contextlib.suppress(grpc.RpcError):  # an older server has none
+        audit: Sequence[pb.WorkerAudit] | Missing
+        try:
             audit = (await self._call(admin.Audit, pb.AuditRequest())).workers
+        except grpc.RpcError as e:  # an older server has none
+            audit = Missing(f"Audit: {explain(ask.server, e)}")
         version = look.stats.server_version
         server = Server(ask.server, await self._health(), version, self._lags, audit)
         return Reach(ask.server), server, look
@@ -196,6 +198,8 @@ class _Gathering:
         self, before: _Look, server: Server | Missing, redis: probe_redis.Look
     ) -> tuple[list[Rank] | Missing, _Look, list[str]]:
         if isinstance(server, Missing):
+            if not isinstance(before.samples, Missing):
+                await asyncio.sleep(self._ask.wait)
             return Missing(server.why), _Look(), []
         probes = Probes(self._ask, redis)
         looking = asyncio.create_task(self._keep_looking())
