@@ -47,7 +47,6 @@ class Heard:
     seconds: float
     messages: int = 0
     registered: int = 0
-    undecodable: int = 0
     topics: Mapping[str, int] = field(default_factory=dict)
     ranks: Sequence[int] = ()
     skew: float | None = None
@@ -229,7 +228,7 @@ def _sum(samples: Samples, name: str, wanted: Mapping[str, str]) -> float:
 class RedisServer:
     """One server of the store. `info`: of INFO. `latency`: median of PINGs. `skew`: its clock
     minus ours, certain to `skew_error`. `denied`: commands refused by its ACL, with its words.
-    `schema`: of kvx:meta, "" = kvindexd never wrote here."""
+    `schema`: of kvx:meta where it is on this server, "" = kvindexd never wrote here."""
 
     where: str
     info: Mapping[str, str]
@@ -237,7 +236,7 @@ class RedisServer:
     skew: float
     skew_error: float
     denied: Mapping[str, str] | Missing
-    schema: str | None
+    schema: str = ""
 
 
 @dataclass
