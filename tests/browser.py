@@ -54,8 +54,8 @@ class Browser:
                 "--disable-gpu",
                 "--disable-dev-shm-usage",
                 "--hide-scrollbars",
-                # Its sandbox refuses to run as root, as in a container; pages are our own.
-                *(["--no-sandbox"] if os.geteuid() == 0 else []),
+                # Its sandbox does not work as root, nor in most containers; pages are our own.
+                "--no-sandbox",
             ],
             stdout=subprocess.DEVNULL,
             stderr=self._errors,

@@ -270,6 +270,10 @@ def test_the_form_refuses_what_it_should(live: Live) -> None:
         Content_Type="application/json",
     )
     assert status == 413
+    unknown = {"Content_Length": "9" * 5000, "Content_Type": "application/json"}
+    assert ask(live.daemon, "/ui/api/explain", "POST", **unknown)[0] == 413
+    chunked = {"Transfer_Encoding": "chunked", "Content_Type": "application/json"}
+    assert ask(live.daemon, "/ui/api/explain", "POST", **chunked)[0] == 411
 
 
 def test_the_form_gives_the_rpcs_answer(live: Live) -> None:
@@ -297,7 +301,8 @@ def test_history_goes_on_where_the_page_stopped(live: Live) -> None:
     assert len(again["time"]) == again["next"] - first["next"] <= 2
     beyond = ask_json(live.daemon, "/ui/api/history?since=999999")
     assert beyond["time"][0] == first["time"][0]
-    assert ask(live.daemon, "/ui/api/history?since=x")[0] == 400
+    for bad in ("x", "-1", "9" * 5000):
+        assert ask(live.daemon, f"/ui/api/history?since={bad}")[0] == 400
     assert ask(live.daemon, "/ui/api/worker?worker_id=w0&dp_rank=-1")[0] == 400
 
 

@@ -204,8 +204,8 @@ class MetricsServer:
         length = request.headers.get("content-length", "")
         if not length.isdecimal():
             raise _Refused(text(411, "a Content-Length is needed"))
-        if int(length) > limit:
-            raise _Refused(text(413, f"{length} bytes; at most {limit}"))
+        if len(length) > len(str(limit)) or int(length) > limit:
+            raise _Refused(text(413, f"more than {limit} bytes"))
         return await reader.readexactly(int(length))
 
     async def _page(self, request: Request) -> Response:

@@ -14,6 +14,7 @@ from kvindexd.telemetry.http import Request, Response, text
 from kvindexd.ui.explaining import JSON, MAX_BODY, Explains, Form, failed
 from kvindexd.ui.fleet import Fleet
 
+_DIGITS = 15
 EXPLAIN = "/ui/api/explain"
 _FILES = {
     "index.html": "text/html; charset=utf-8",
@@ -76,10 +77,10 @@ class Ui:
         if path == "/ui/api/fleet":
             return Response(200, JSON, await self._fleet.fleet())
         if path == "/ui/api/history":
-            since = _first(query, "since", "0")
-            if not since.isdecimal():
-                return failed(400, "INVALID_ARGUMENT", f"since: {since!r} is no number")
-            return Response(200, JSON, self._fleet.history(int(since)))
+            since = _number(query, "since")
+            if since is None:
+                return failed(400, "INVALID_ARGUMENT", "since: expected a whole number")
+            return Response(200, JSON, self._fleet.history(since))
         if path == "/ui/api/worker":
             return self._worker(query)
         if path == EXPLAIN:
@@ -87,10 +88,10 @@ class Ui:
         return text(404, "see /ui")
 
     def _worker(self, query: Mapping[str, list[str]]) -> Response:
-        rank = _first(query, "dp_rank", "0")
-        if not rank.isdecimal():
-            return failed(400, "INVALID_ARGUMENT", f"dp_rank: {rank!r} is no number")
-        key = WorkerKey(_first(query, "namespace"), _first(query, "worker_id"), int(rank))
+        rank = _number(query, "dp_rank")
+        if rank is None:
+            return failed(400, "INVALID_ARGUMENT", "dp_rank: expected a whole number")
+        key = WorkerKey(_first(query, "namespace"), _first(query, "worker_id"), rank)
         body = self._fleet.worker(key)
         if body is None:
             return failed(404, "NOT_FOUND", f"worker {key} is not registered")
@@ -105,6 +106,12 @@ class Ui:
         if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
             return failed(403, "PERMISSION_DENIED", "not from another site's page")
         return await self._form.answer(request.body)
+
+
+def _number(query: Mapping[str, list[str]], name: str) -> int | None:
+    """A number from 0 on, 0 where none is given; None for anything else."""
+    given = _first(query, name, "0")
+    return int(given) if given.isdecimal() and len(given) <= _DIGITS else None
 
 
 def _first(query: Mapping[str, list[str]], name: str, default: str = "") -> str:
