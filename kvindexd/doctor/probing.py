@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from kvindexd.config import Config
 from kvindexd.doctor import probe_net, probe_redis, probe_zmq
-from kvindexd.doctor.facts import Missing, Rank, Stored, host_of, is_local
+from kvindexd.doctor.facts import Dial, Missing, Rank, Stored, host_of, is_local
 from kvindexd.ingest.sockets import new_context
 from kvindexd.v1 import index_pb2 as pb
 
@@ -44,8 +44,8 @@ class Probes:
         self._redis = redis
         self._context = new_context()
         self._once: dict[tuple[str, str], asyncio.Task[Any]] = {}
-        self._dials = asyncio.Semaphore(64)
-        self._replays = asyncio.Semaphore(16)
+        self._dials = asyncio.Semaphore(256)
+        self._replays = asyncio.Semaphore(32)
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -122,6 +122,9 @@ class Probes:
 
     async def _replay(self, w: pb.Worker) -> Any:
         ask = self._ask
+        dialled = await self._dial(w.replay_endpoint)
+        if isinstance(dialled, Dial) and dialled.problem:
+            return Missing(f"{dialled.target}: {dialled.problem}")
         stored = self._stored(w)
         known = w.last_seq if isinstance(stored, Missing) else stored.last_seq
 
