@@ -171,6 +171,8 @@ class Serving:
 
     def _tokens(self, fleet: FleetView) -> Tokens:
         failures = token_failures(self._metrics)
+        for model in t.models:
+            failures.labels(model)  # there from the start, so that the first one is an increase
         return Tokens(
             _token_settings(self._config),
             lambda model: fleet.any_address(self._config.ext_proc.namespace, model),

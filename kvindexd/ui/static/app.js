@@ -5,7 +5,7 @@ import * as explain from "./explain.js";
 
 const EVERY = 2000; // milliseconds
 const KEPT = 300; // samples
-const ROWS = 500;
+const ROWS = 200; // of the table, at most: the filter finds the others
 const $ = (id) => document.getElementById(id);
 
 const tier = (name) => (w) => w.blocks[name] ?? 0;
