@@ -29,6 +29,7 @@ from servers import Server, start_valkey
 from typer.testing import CliRunner
 
 from kvindexd import chain
+from kvindexd.cli import offline
 from kvindexd.cli.main import app
 from kvindexd.cli.tail import Asked
 from kvindexd.cli.tail import events as follow_events
@@ -491,11 +492,14 @@ def test_blocks_are_read_from_the_store_where_no_daemon_answers(stopped: Fleet) 
     assert "held by no worker" in cli(stopped, "block", "0x1", *redis, status=1)
 
 
-def test_a_store_that_is_none_is_left_alone(stopped: Fleet) -> None:
+def test_a_store_that_is_none_is_left_alone(
+    stopped: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with start_valkey() as empty:
         said = cli(stopped, "workers", "list", "--redis", empty.url, status=1)
         assert "no kvindexd has written to this store" in said
         assert empty("DBSIZE") == 0
     cli(stopped, "workers", "list", "--redis", "http://nowhere", status=2)
+    monkeypatch.setattr(offline, "_WITHIN", 0.3)
     gone = cli(stopped, "workers", "list", "--redis", "redis://127.0.0.1:1", status=1)
     assert "the store cannot be read" in gone

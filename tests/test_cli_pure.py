@@ -180,17 +180,36 @@ def test_the_screen_shows_the_fleet_or_a_worker() -> None:
         {name_of(w): w for w in workers},
         pb.IndexStatsResponse(blocks=7, replica_lag=3),
     )
-    text = rendered(screen(found, history, View(sort=Sort.GAPS), 40, "no answer"))
+    text = rendered(screen(found, history, View(sort=Sort.GAPS), 40, 220, "no answer"))
     assert "2 worker ranks, 2 LIVE; 7 blocks" in text
     assert "3 feed entries behind" in text
     assert "no answer" in text
     assert "GAPS*" in text
     assert "q)uit" in text
-    page = rendered(screen(found, history, View(page=("", "a", 0)), None))
+    page = rendered(screen(found, history, View(page=("", "a", 0)), None, 220))
     assert "pick_prompt_tokens" in page
     assert "GAPS" not in page
-    gone = rendered(screen(found, history, View(page=("", "gone", 0)), None))
+    gone = rendered(screen(found, history, View(page=("", "gone", 0)), None, 220))
     assert "not registered any more" in gone
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 160, 220])
+def test_a_narrow_terminal_gets_fewer_columns_and_no_broken_lines(width: int) -> None:
+    workers = [worker("a-name-of-some-length", detail="connected to " + 90 * "x"), *FLEET]
+    history = History()
+    history.add(0.0, workers)
+    found = Snapshot(
+        0.0,
+        [row(w, history) for w in workers],
+        {name_of(w): w for w in workers},
+        pb.IndexStatsResponse(),
+    )
+    lines = rendered(screen(found, history, View(), None, width), width).splitlines()[2:]
+    assert len(lines) == 1 + len(workers)
+    header = lines[0].split()
+    assert header[:2] == ["WORKER*", "STATE"]
+    assert "STORES/S" in header
+    assert ("DETAIL" in header) == (width >= 220)
 
 
 # -- tail and explain -------------------------------------------------------------------------

@@ -128,7 +128,7 @@ def _stream(
         if as_json:
             print_json(_as_json(snapshot, view), line=True)
         else:
-            out.print(screen(snapshot, watched.history, view, None))
+            out.print(screen(snapshot, watched.history, view, None, out.width))
         if interval is None:
             return
         while True:
@@ -154,7 +154,7 @@ def _interactive(watched: Watched, snapshot: Snapshot, view: View, interval: flo
     out, problem = console(), ""
 
     def shown() -> Any:
-        return screen(snapshot, watched.history, view, out.height, problem)
+        return screen(snapshot, watched.history, view, out.height, out.width, problem)
 
     asked: Future[Answer | str] | None = None
     due = time.monotonic() + interval

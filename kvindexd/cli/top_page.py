@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Mapping
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -50,12 +51,24 @@ _COLUMNS = {
     "PICKS": "picks",
     "DETAIL": "",
 }
+_LEFT = ("WORKER", "STATE", "DETAIL")
+_LEAST_FIRST = (
+    "DETAIL", "REPORTED", "STORAGE", "HOST", "DROPPED", "ORPHANS", "REMOVES/S", "FILTERED", "LAG",
+    "PICKS", "AGE", "GAPS", "HIT",
+)  # fmt: skip
+"""What is left out where there is no room."""
+_SOME_DETAIL = 24
 
 
 def screen(
-    snapshot: Snapshot, history: History, view: View, height: int | None, problem: str = ""
+    snapshot: Snapshot,
+    history: History,
+    view: View,
+    height: int | None,
+    width: int,
+    problem: str = "",
 ) -> RenderableType:
-    """All that is shown. `height`: lines of the terminal, None = no limit, nor any keys."""
+    """All that is shown. `height`, `width`: of the terminal; height None = no limit, nor keys."""
     parts: list[RenderableType] = [head(snapshot, view, problem)]
     if view.page is not None:
         parts.append(page(snapshot, history, view.page))
@@ -63,7 +76,7 @@ def screen(
         rows = ordered(snapshot.rows, view.sort, view.reverse)
         if height is not None:
             rows = list(window(rows, view.marked, max(1, height - _CHROME)))
-        parts.append(rows_table(rows, view))
+        parts.append(rows_table(rows, view, width))
         if not rows:
             parts.append(Text("no workers; register one with `kvindexd workers add`"))
     if height is not None:
@@ -76,7 +89,7 @@ def head(snapshot: Snapshot, view: View, problem: str = "") -> Text:
     s = snapshot.stats
     states = Counter(r.state for r in snapshot.rows)
     clock = time.strftime("%H:%M:%S", time.localtime(snapshot.at))
-    text = Text(f"{clock}  {len(snapshot.rows)} worker ranks")
+    text = Text(f"{clock}  {len(snapshot.rows)} worker ranks", no_wrap=True, overflow="ellipsis")
     for state, n in sorted(states.items()):
         text.append(f", {n} ").append_text(state_text(state))
     text.append(f"; {s.blocks:,} blocks, {s.entries:,} entries, {s.bytes / 1e6:,.0f} MB")
@@ -92,28 +105,56 @@ def head(snapshot: Snapshot, view: View, problem: str = "") -> Text:
     return text
 
 
-def rows_table(rows: list[Row], view: View) -> Table:
-    """One line per rank; the column that sorts is marked."""
-    names = [n + ("*" if key and key == view.sort else "") for n, key in _COLUMNS.items()]
-    left = {"WORKER", "STATE", "DETAIL"}
-    made = table(", ".join(names), right=", ".join(n for n in names if n.rstrip("*") not in left))
-    for r in rows:
-        made.add_row(
-            title(r.name),
-            state_text(r.state),
-            "-" if r.evidence_ms is None else ago(r.evidence_ms),
-            *(f"{n:,}" for n in (r.device, r.host, r.storage)),
-            _rate(r.stores),
-            _rate(r.removes),
-            "-" if r.lag_ms is None else ago(r.lag_ms) if r.lag_ms >= 1000 else f"{r.lag_ms} ms",
-            *(f"{n:,}" for n in (r.gaps, r.orphans, r.filtered, r.dropped)),
-            _percent(r.hit),
-            _percent(r.reported),
-            f"{r.picks:,}",
-            r.detail,
-            style="reverse" if r.name == view.marked else "",
-        )
+def rows_table(rows: list[Row], view: View, width: int) -> Table:
+    """One line per rank; the column that sorts is marked. What does not fit is left out, the least
+    telling first."""
+    lines = [_cells(r) for r in rows]
+    wide = {
+        name: max([len(name) + 1, *(len(cells[name]) for cells in lines)]) + 2 for name in _COLUMNS
+    }
+    shown = fitting(wide, width)
+    marked = {n: n + ("*" if _COLUMNS[n] and _COLUMNS[n] == view.sort else "") for n in shown}
+    right = ", ".join(marked[n] for n in shown if n not in _LEFT)
+    made = table(", ".join(marked.values()), right=right)
+    room = width - sum(wide[n] for n in shown if n != "DETAIL")
+    for r, cells in zip(rows, lines, strict=True):
+        cells["DETAIL"].truncate(max(0, room), overflow="ellipsis")
+        made.add_row(*(cells[n] for n in shown), style="reverse" if r.name == view.marked else "")
     return made
+
+
+def fitting(wide: Mapping[str, int], width: int) -> list[str]:
+    """The columns of these widths that fit side by side; DETAIL fits where a part of it does."""
+    shown = list(wide)
+    for name in _LEAST_FIRST:
+        needed = sum(min(wide[n], _SOME_DETAIL) if n == "DETAIL" else wide[n] for n in shown)
+        if needed <= width:
+            break
+        shown.remove(name)
+    return shown
+
+
+def _cells(r: Row) -> dict[str, Text]:
+    lag = "-" if r.lag_ms is None else ago(r.lag_ms) if r.lag_ms >= 1000 else f"{r.lag_ms} ms"
+    plain = {
+        "WORKER": title(r.name),
+        "AGE": "-" if r.evidence_ms is None else ago(r.evidence_ms),
+        "DEVICE": f"{r.device:,}",
+        "HOST": f"{r.host:,}",
+        "STORAGE": f"{r.storage:,}",
+        "STORES/S": _rate(r.stores),
+        "REMOVES/S": _rate(r.removes),
+        "LAG": lag,
+        "GAPS": f"{r.gaps:,}",
+        "ORPHANS": f"{r.orphans:,}",
+        "FILTERED": f"{r.filtered:,}",
+        "DROPPED": f"{r.dropped:,}",
+        "HIT": _percent(r.hit),
+        "REPORTED": _percent(r.reported),
+        "PICKS": f"{r.picks:,}",
+        "DETAIL": r.detail,
+    }
+    return {"STATE": state_text(r.state)} | {name: Text(value) for name, value in plain.items()}
 
 
 def page(snapshot: Snapshot, history: History, name: Name) -> RenderableType:
