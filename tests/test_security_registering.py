@@ -78,6 +78,9 @@ def test_places() -> None:
     assert place_of("[fd00::1]:8000") == ("fd00::1", 8000)
     assert place_of("http://h:1/x") == ("h", 1)
     assert place_of("host") == ("host", 0)
+    assert place_of("fd00::1") == ("fd00::1", 0)
+    assert place_of("https://h:1") == ("h", 1)
+    assert place_of("tcp://user@h:1") == ("h", 1)
     assert place_of("ipc:///run/x") is place_of("tcp://h:99999") is place_of("") is None
 
 
@@ -106,11 +109,15 @@ LOOPBACK = NetworkPolicy(["127.0.0.0/8"])
         ({"replay_endpoint": "tcp://10.0.0.1:6379"}, "replay_endpoint: .*outside"),
         ({"address": "10.0.0.1:8000"}, "address: .*outside"),
         ({"address": "http://10.0.0.1:8000"}, "address: .*outside"),
+        ({"address": "https://10.0.0.1:8000"}, "address: .*outside"),
+        ({"address": "fd00::1"}, "address: .*outside"),
+        ({"address": "10.0.0.1:99999"}, "address: .*expected HOST:PORT"),
         ({"address": "pod-without-a-port"}, ""),
         ({"address": "later.invalid:8000"}, ""),
         ({"aliases": ("w.test", "10.0.0.1:8000")}, "aliases: .*outside"),
         ({"kv_events_endpoint": "ipc:///run/engine"}, "ipc:// needs registration.allow_ipc"),
         ({"kv_events_endpoint": "inproc://x"}, "only tcp://"),
+        ({"kv_events_endpoint": "tcp://127.0.0.1:99999"}, "expected tcp://HOST:PORT"),
         ({"kv_events_endpoint": "tcp://*:5557", "bind_events": True}, ""),
         ({"kv_events_endpoint": "tcp://later.invalid:5557"}, ""),
     ],
@@ -135,6 +142,13 @@ async def test_endpoints_are_pinned_to_addresses_that_were_checked() -> None:
     with pytest.raises(Unresolved, match="is not resolved"):
         await gate.endpoint("tcp://later.invalid:5557", "events")
     assert await Gate().endpoint("tcp://localhost:5557", "events") == "tcp://localhost:5557"
+    for odd in ("tcp://10.0.0.1#@127.0.0.1:1", "tcp://127.0.0.1@10.0.0.1:1"):
+        with pytest.raises(Forbidden, match=r"10\.0\.0\.1 is outside"):
+            await gate.endpoint(odd, "events")
+    scoped = Gate(NetworkPolicy(["fe80::/10"]))
+    assert await scoped.endpoint("tcp://[fe80::1%eth0]:1", "events") == "tcp://[fe80::1%eth0]:1"
+    with pytest.raises(Forbidden, match=r"address: 10\.0\.0\.1 is outside"):
+        await gate.endpoints(_registration(address="10.0.0.1:8000"))
     allowed = Gate(NetworkPolicy(["127.0.0.0/8"], allow_ipc=True))
     assert await allowed.endpoint("ipc:///run/engine", "events") == "ipc:///run/engine"
 

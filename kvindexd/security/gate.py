@@ -64,8 +64,8 @@ class Gate:
         """
         if not self._policy.active:
             return host
-        written = literal(host)
-        addresses = [str(written)] if written is not None else await self._resolve(host)
+        written = literal(host) is not None
+        addresses = [host] if written else await self._resolve(host)
         why = Forbidden(f"{host!r} has no address")
         for text in addresses:
             address = literal(text)
@@ -76,7 +76,7 @@ class Gate:
             except Forbidden as e:
                 why = e
         self._refused(what)
-        raise why if written is not None else Forbidden(f"{host!r}: {why}")
+        raise why if written else Forbidden(f"{host!r}: {why}")
 
     async def _resolve(self, host: str) -> list[str]:
         try:
@@ -92,18 +92,23 @@ class Gate:
         an address of this host and left as it is. Raises Forbidden or Unresolved."""
         if not self._policy.active or not endpoint:
             return endpoint
+        place = place_of(endpoint)
         try:
             self._policy.check_scheme(endpoint)
+            if place is None and endpoint.startswith("tcp://"):
+                raise Forbidden(f"{endpoint!r}: expected tcp://HOST:PORT")
         except Forbidden:
             self._refused(what)
             raise
-        place = place_of(endpoint)
-        if place is None or bind:
+        if place is None or bind or not endpoint.startswith("tcp://"):
             return endpoint
         return _endpoint(place._replace(host=await self.host(place.host, what)))
 
     async def endpoints(self, registration: Registration) -> Endpoints:
-        """What to connect to for a rank. Raises Forbidden or Unresolved."""
+        """What to connect to for a rank. Raises Forbidden, also for an address to which nobody must
+        be sent, or Unresolved."""
+        if self.active:
+            await self._check_addresses(registration)
         events, replay = endpoints_of(registration)
         return Endpoints(
             await self.endpoint(events, "events", bind=registration.bind_events),
@@ -133,6 +138,9 @@ class Gate:
 
     async def _check_addresses(self, r: Registration) -> None:
         place = place_of(r.address)
+        if place is None and r.address:
+            self._refused("address")
+            raise Forbidden(f"address: {r.address!r}: expected HOST:PORT")
         if place is not None:
             try:
                 await self.host(place.host)

@@ -111,16 +111,15 @@ class Place(NamedTuple):
 
 
 def place_of(text: str) -> Place | None:
-    """Host and port of `tcp://host:port`, `http://host:port` or `host:port`; None for others, a
-    name without a port among them."""
+    """Host and port of `scheme://host:port`, `host:port` or a host; None where there is no host."""
+    if literal(text) is not None:
+        return Place(text, 0)
     try:
         parts = urlsplit(text if "://" in text else f"tcp://{text}")
         host, port = parts.hostname, parts.port
     except ValueError:
         return None
-    if not host or parts.scheme not in ("tcp", "http"):
-        return None
-    return Place(host, port or 0)
+    return Place(host, port or 0) if host else None
 
 
 def literal(host: str) -> IPAddress | None:
