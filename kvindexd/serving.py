@@ -171,7 +171,7 @@ class Serving:
 
     def _tokens(self, fleet: FleetView) -> Tokens:
         failures = token_failures(self._metrics)
-        for model in t.models:
+        for model in self._config.tokens.models:
             failures.labels(model)  # there from the start, so that the first one is an increase
         return Tokens(
             _token_settings(self._config),
