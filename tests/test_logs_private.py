@@ -50,7 +50,8 @@ class Rig:
         """ScoreWorkers; the code it was answered with."""
         try:
             asked = pb.ScoreWorkersRequest(prompt=pb.Prompt(**({"model": "m"} | prompt)))
-            self.daemon.index.ScoreWorkers(asked, timeout=10)
+            sent = [("authorization", f"Bearer {PASSWORD}")]
+            self.daemon.index.ScoreWorkers(asked, timeout=10, metadata=sent)
         except grpc.RpcError as e:
             return str(e.code().name)
         return "OK"

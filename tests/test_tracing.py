@@ -82,8 +82,7 @@ def through_envoy(rig: Rig, body: dict[str, Any], **more: str) -> None:
         sent = json.dumps({"model": "m"} | body).encode()
         s.ask(request_body=ep.HttpBody(body=sent, end_of_stream=True))
         s.ask(response_headers=response_headers())
-        usage = {"prompt_tokens": 77, "prompt_tokens_details": {"cached_tokens": 64}}
-        end = json.dumps({"usage": usage}).encode()
+        end = b'{"usage": {"prompt_tokens": 77, "prompt_tokens_details": {"cached_tokens": 64}}}'
         s.ask(response_body=ep.HttpBody(body=end, end_of_stream=True))
         s.close()
 

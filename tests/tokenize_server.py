@@ -46,10 +46,11 @@ def tokenizing() -> Iterator[TokenizeServer]:
                 self.close_connection = True
                 return
             answer = state.answer(body)
-            self.send_response(state.status)
-            self.send_header("content-length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
+            with contextlib.suppress(ConnectionError):  # a caller that waited long enough
+                self.send_response(state.status)
+                self.send_header("content-length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
 
         def log_message(self, *_: object) -> None:
             pass

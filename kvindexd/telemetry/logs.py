@@ -111,7 +111,9 @@ class _Quiet(logging.Filter):
             return True
         key = record.name, record.levelno, str(record.msg)
         withheld = self._repeats.admit(key, record, self._clock())
-        if withheld:
+        if withheld is None:
+            record.exc_info = None  # it would keep its frames alive
+        elif withheld:
             record.suppressed = withheld
         return withheld is not None
 
@@ -227,7 +229,8 @@ def configure_logging(
     def show(event: Event) -> None:
         for step in (*masking, last):
             event = step(None, "info", event)
-        print(event, file=out, flush=True)
+        out.write(f"{event}\n")
+        out.flush()
 
     _rest = _Rest(repeats, show, handler)
     logging.basicConfig(handlers=[handler], force=True)

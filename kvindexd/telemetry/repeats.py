@@ -74,7 +74,7 @@ class Repeats(Generic[T]):
                 told.append(Told(kind.last, kind.withheld - 1))
                 kind.withheld, kind.last, kind.shown = 0, None, now
             else:
-                del self._kinds[key]
+                self._kinds.pop(key, None)
         return told
 
     def rest(self) -> list[Told]:
