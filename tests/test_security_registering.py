@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import servers
 
 from kvindexd.ingest.engine_metrics import EngineMetricsError, read_page
+from kvindexd.ingest.session import IngestSettings
+from kvindexd.ingest.supervisor import Supervisor
 from kvindexd.registering import Registrar, Sizes, TooManyWorkers, register
-from kvindexd.registration import InvalidRegistration, Registration
+from kvindexd.registration import InvalidRegistration, Registration, decode
 from kvindexd.security.gate import Gate, Unresolved
 from kvindexd.security.networks import Forbidden, NetworkPolicy, place_of
+from kvindexd.store import Store
 from kvindexd.store.errors import Changed, NotRegistered
+from kvindexd.telemetry import Metrics
+from kvindexd.testing.engine import FakeEngine
 from kvindexd.tokens.http import HttpClient, HttpError
 
 INDEX, ADMIN = "kvindexd.v1.KVIndex", "kvindexd.v1.KVIndexAdmin"
@@ -198,6 +205,34 @@ class _Store:
             raise Changed("another")
         self.raw = raw
         self.writes.append(replaced)
+
+
+async def test_an_engine_that_moves_to_another_address_is_followed() -> None:
+    answers = {"engine.test": ["127.0.0.1"]}
+
+    async def lookup(host: str) -> list[str]:
+        return answers[host]
+
+    settings = IngestSettings(owner="me", heartbeat=0.1, lease_ttl=2.0)
+    with servers.start_valkey() as redis, FakeEngine(replay_port=None) as first:
+        port = first.endpoint().rpartition(":")[2]
+        wanted = _registration(kv_events_endpoint=f"tcp://engine.test:{port}")
+        async with Store(redis.url) as store:
+            gate = Gate(LOOPBACK, lookup=lookup)
+            supervisor = Supervisor(store, settings, Metrics(), gate)
+            running = asyncio.create_task(supervisor.run())
+            await register(store, wanted)
+            supervisor.set_rank(wanted)
+            await asyncio.to_thread(first.wait_subscribed)
+            first.stop()
+            answers["engine.test"] = ["127.0.0.2"]
+            with FakeEngine(host="127.0.0.2", port=int(port), replay_port=None) as second:
+                await asyncio.to_thread(second.wait_subscribed)
+            # What the store keeps is the name.
+            record = await store.get_worker(wanted.key)
+            assert decode(record.registration) == wanted
+            running.cancel()
+            await asyncio.wait((running,))
 
 
 async def test_pages_and_tokenizers_of_engines_are_asked_where_they_may_be() -> None:

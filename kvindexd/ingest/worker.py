@@ -36,7 +36,6 @@ __all__ = ["IngestSettings", "RankIngest"]
 
 _BEATS_BARRED = 5
 """Heartbeats between looks at an endpoint that is forbidden."""
-_RESOLVE_EVERY = 5.0
 _NO_EVENTS = "prompts score 0 here until it publishes"
 _NO_HITS = "every prompt scores 0 here; groups.treat_as can override a kind"
 
@@ -214,12 +213,13 @@ class RankIngest:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(session.run(), name=f"session {self.key}")
             tasks.create_task(self._follow_names(endpoints), name=f"names {self.key}")
+            await asyncio.Event().wait()  # see Session.run
 
     async def _follow_names(self, endpoints: Endpoints) -> None:
         """End the session when its engine is gone and its name stands for another address: sockets
         are given addresses, and would try the old one for ever."""
         while True:
-            await asyncio.sleep(_RESOLVE_EVERY)
+            await asyncio.sleep(self._settings.heartbeat)
             if not self._linked:
                 try:
                     now = await self._gate.endpoints(self.registration)
