@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import servers
 import tokenizer_files
-from daemon import Daemon
+from daemon import Daemon, serving
 from doctor_fleet import (
     ENV,
     Background,
@@ -382,3 +382,18 @@ def metrics_alone(address: str) -> None:
     assert time.monotonic() - began >= 0.5
     assert done.exit_code == 0, done.output
     assert json.loads(done.output)["sound"] == ["redis-errors"]
+
+
+def test_nobody_registered_and_nobody_to_follow_them() -> None:
+    """A scorer alone: first without workers, then with one that no ingester has."""
+
+    def asked() -> set[str]:
+        args = ["--server", daemon.ready["grpc"], "--metrics", daemon.ready["metrics"], "--json"]
+        args += ["--only", "no-*er*", "--only", "server-not-ready", "--wait", "0"]
+        done = CliRunner().invoke(app, ["doctor", *args])
+        return {f["id"] for f in json.loads(done.output)["findings"]}
+
+    with servers.start_valkey() as redis, serving("scorer", redis__url=redis.url) as daemon:
+        assert asked() == {"no-workers"}
+        daemon.register("w", f"tcp://{unused()}")
+        assert asked() == {"no-owner"}
