@@ -162,6 +162,23 @@ async def test_a_new_process_sweeps_what_bears_its_name(store: Store) -> None:
     assert await names(store) == {"w", "called", "theirs", "c1"}
 
 
+async def test_a_sweep_waits_for_the_source_to_look(store: Store) -> None:
+    a, b = Process(store), Process(store)
+    await a.see(reg())
+    await b.see(reg(), reg("new"), reg("left"))
+    a.reconciler.sweep()
+    await a.reconciler.step()
+    assert await names(store) == {"w", "new", "left"}  # b may know more than a
+    await a.see(reg(), reg("new"))
+    assert await names(store) == {"w", "new"}
+    await b.see(reg(), reg("new"))
+    a.reconciler.sweep()
+    a.member().works()  # nothing has changed
+    await store.register(key("x"), reg("x", source=SOURCE).encode(), False, 0.0)
+    await a.reconciler.step()
+    assert await names(store) == {"w", "new"}
+
+
 async def test_drains_only_what_it_drained(store: Store) -> None:
     process = Process(store)
     await process.see(reg())
@@ -265,7 +282,7 @@ def process_view(process: Process, owner: Owner) -> list[Wanted]:
 
 
 def test_a_sidecar_comes_and_goes(server: servers.Server, tmp_path: Path) -> None:
-    """Processes: a scorer forgets a killed sidecar's worker; the next sidecar brings it back."""
+    """Processes: a scorer forgets a frozen sidecar's worker; once it goes on, it brings it back."""
     server("FLUSHALL")
     worker = {
         "worker_id": "side",
@@ -273,29 +290,30 @@ def test_a_sidecar_comes_and_goes(server: servers.Server, tmp_path: Path) -> Non
         "address": "h:1",
         "kv_events_endpoint": "tcp://127.0.0.1:1",
     }
-    settings = QUICK | {"redis.url": server.url, "discovery.resync": 0.3}
-    scorer = Daemon("scorer", **settings, discovery__forget_after=1.6)
     found = tmp_path / "found.json"
     found.write_text("[]")
-    settings |= {"discovery.files": [str(found)], "discovery.file_interval": 0.05}
+    settings = QUICK | {
+        "redis.url": server.url,
+        "discovery.resync": 0.3,
+        "discovery.files": [str(found)],
+        "discovery.file_interval": 0.05,
+    }
+    scorer = Daemon(
+        "scorer", **settings | {"discovery.files": []}, discovery__forget_after=1.6
+    ).start(wait=False)
     sidecar = Daemon("sidecar", **settings, workers=[worker])
     try:
-        scorer.start()
         sidecar.start()
+        scorer.until(lambda: scorer.ready, "the scorer")
         owned = scorer.until(lambda: scorer.worker("side").owner, "the sidecar's lease")
         assert f":{sidecar.process.pid}:" in owned  # type: ignore[union-attr]
         assert scorer.worker("side").source == "config"
-        sidecar.kill()
+        sidecar.pause()
         gone = scorer.until(lambda: scorer.events("worker_gone"), "forgetting")
         assert (gone[0]["worker"], gone[0]["source"]) == ("side#0", "leases")
-        sidecar.start()
-        scorer.until(lambda: scorer.worker("side").owner, "the next sidecar's lease")
-        # Whoever removes it while its sidecar runs hears of it again, from a new beginning.
-        epoch = scorer.worker("side").epoch
-        scorer.admin.DeregisterWorker(pb.DeregisterWorkerRequest(worker_id="side"), timeout=10)
-        scorer.until(
-            lambda: (w := scorer.worker("side")).owner and w.epoch > epoch, "the sidecar again"
-        )
+        sidecar.resume()
+        again = scorer.until(lambda: scorer.worker("side").owner, "the sidecar's lease again")
+        assert again == owned
         # What it finds in a file is its own to follow as well, and to let go.
         found.write_text(json.dumps([worker | {"worker_id": "filed"}]))
         owned = scorer.until(lambda: scorer.worker("filed").owner, "its lease")

@@ -67,7 +67,6 @@ class KubernetesPods:
             pods, version = await self._list(api)
             self._pods.replace(pods, time.monotonic())
             self._changed.set()
-            report.works()
             while True:
                 begun = time.monotonic()
                 try:
@@ -112,7 +111,8 @@ class KubernetesPods:
                         self._pods.put(event.pod, time.monotonic())
                     self._changed.set()
                 self._backoff.reset()
-                report.works()
+                if not self._changed.is_set():
+                    report.works()  # with what was published last
         except (Gone, Silent):
             raise
         except KubeError as e:

@@ -25,10 +25,13 @@ class _Prepared(NamedTuple):
 
 
 class Member:
-    """The `Report` of one source. `view`: what it wants; `settled`: as of which view each rank has
-    been dealt with; `retry`: ranks to look at though the view has not changed; `sweep`: look at
-    everything registered; `refused`: ranks that could not be registered; `idle`: ranks that are
-    wanted and not registered, for now."""
+    """The `Report` of one source.
+
+    `view`: what it wants; `settled`: as of which view each rank has been dealt with; `retry`:
+    ranks to look at though the view has not changed; `sweep`: look at everything registered,
+    `sweep_next`: once the source has looked again; `refused`: ranks that could not be registered;
+    `idle`: ranks that are wanted and not registered, for now.
+    """
 
     def __init__(self, owner: Owner, metrics: DiscoveryMetrics, wake: Callable[[], None]) -> None:
         self.owner = owner
@@ -40,7 +43,8 @@ class Member:
         self.refused: set[WorkerKey] = set()
         self.idle: set[WorkerKey] = set()
         self.published = False
-        self.sweep = owner.sweeps
+        self.sweep = False
+        self.sweep_next = owner.sweeps
         self.ended = False
         self._metrics = metrics
         self._wake = wake
@@ -69,8 +73,8 @@ class Member:
             view[registration.key] = wanted._replace(registration=registration)
         self._prepared = prepared
         self._note_unusable(problems)
-        self.works()
         self.view, self.published = view, True
+        self.works()
         self.show()
         self._wake()
 
@@ -103,6 +107,9 @@ class Member:
 
     def works(self) -> None:
         """Looking works."""
+        if self.published and self.sweep_next:
+            self.sweep, self.sweep_next = True, False
+            self._wake()
         if self._failure:
             self._failure = ""
             log.info("discovery_works_again", source=self.name)

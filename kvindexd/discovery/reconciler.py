@@ -83,10 +83,10 @@ class Reconciler:
         member.ended = True
 
     def sweep(self) -> None:
-        """Compare everything registered with what is wanted, soon."""
+        """Compare everything registered with what each source wants when it has looked next: what
+        another process has found meanwhile is not left over."""
         for member in self.members.values():
-            member.sweep = member.owner.sweeps
-        self._changed.set()
+            member.sweep_next = member.owner.sweeps
 
     def owned(self) -> list[Registration]:
         """Everything that the members have registered and that is theirs."""
