@@ -176,7 +176,7 @@ async def orphaned(stopping: asyncio.Event, take: Callable[[Config], None]) -> N
 
 def main() -> int:
     """Entry point of a further process: settings as one line of JSON on standard input."""
-    from kvindexd.cli.serve import run  # the command line imports the daemon, which imports this
+    from kvindexd.running import run  # which imports the daemon, which imports this
 
     line = bytearray()
     while not line.endswith(b"\n"):

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequen
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Literal
 from urllib.parse import quote, urlsplit, urlunsplit
 
 import structlog
@@ -20,7 +19,7 @@ import structlog
 from kvindexd import registration as registrations
 from kvindexd import telemetry, tracing
 from kvindexd._version import __version__
-from kvindexd.config import Config, parse_listen
+from kvindexd.config import Config, Role, parse_listen
 from kvindexd.discovery.discovery import Discovery
 from kvindexd.following import follow
 from kvindexd.gauges import Gauges, observe_store
@@ -46,7 +45,6 @@ from kvindexd.ui import Ui
 
 log = structlog.get_logger(__name__)
 
-Role = Literal["serve", "sidecar", "scorer"]
 _ATTEMPTS = 5
 """How many timeouts of the store one operation may outlast, with all its retries."""
 

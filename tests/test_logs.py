@@ -18,8 +18,8 @@ import structlog
 from daemon import serving
 from test_ext_proc import Fleet
 
-from kvindexd.cli.serve import failed
 from kvindexd.config import ConfigError
+from kvindexd.running import failed
 from kvindexd.telemetry import configure_logging, frames_of, name_request, tell_repeats, tell_rest
 from kvindexd.telemetry.repeats import LimitRepeats, Repeats
 

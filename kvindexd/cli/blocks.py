@@ -6,11 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-from kvindexd.cli import offline
 from kvindexd.cli.client import CALL_TIMEOUT, DEFAULT_SERVER, ServerOption
-from kvindexd.cli.offline import RedisOption, Where
 from kvindexd.cli.options import parse_hash
 from kvindexd.cli.output import ConfigOption, JsonOption, console, hex64, plain, print_json, table
+from kvindexd.cli.reading import RedisOption, Where
 from kvindexd.v1 import index_pb2 as pb
 
 HashArgument = Annotated[
@@ -34,6 +33,8 @@ def block(
     as_json: JsonOption = False,
 ) -> None:
     """Say who holds a block."""
+    from kvindexd.cli import offline  # most answers need no store
+
     request = pb.GetBlockRequest(hash=parse_hash(hash), model=model)
     answer: pb.GetBlockResponse = offline.ask(
         Where(server, redis, config),
@@ -58,6 +59,8 @@ def chain(
     as_json: JsonOption = False,
 ) -> None:
     """Walk from a block to the root."""
+    from kvindexd.cli import offline  # most answers need no store
+
     request = pb.WalkChainRequest(hash=parse_hash(hash), model=model)
     blocks: list[pb.GetBlockResponse] = offline.ask(
         Where(server, redis, config),

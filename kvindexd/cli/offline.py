@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated, NamedTuple, TypeVar
+from typing import TypeVar
 from urllib.parse import unquote, urlsplit
 
 import grpc
@@ -18,6 +18,7 @@ import typer
 from kvindexd import registration as registrations
 from kvindexd.cli.client import Client, channel, explain, unreachable
 from kvindexd.cli.output import fail, note, progress, settings
+from kvindexd.cli.reading import Where
 from kvindexd.config import Config, ConfigError
 from kvindexd.model import Profile, WorkerKey
 from kvindexd.records import decode_records
@@ -38,26 +39,8 @@ from kvindexd.v1 import index_pb2 as pb
 T = TypeVar("T")
 Advance = Callable[[float, float | None], None]
 
-RedisOption = Annotated[
-    str | None,
-    typer.Option(
-        "--redis",
-        metavar="URL",
-        help="Read the store itself, not the daemon. Where no daemon answers, the store of the "
-        "settings (--config, KVINDEXD_REDIS__URL, or the embedded one) is read without being told.",
-    ),
-]
-
 _WITHIN = 5.0
 """Seconds that one operation of the store may take."""
-
-
-class Where(NamedTuple):
-    """Where to look: a server, and the store to read in its place. `redis`: "" = as configured."""
-
-    server: str
-    redis: str | None
-    config: Path | None
 
 
 def ask(

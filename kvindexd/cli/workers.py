@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import typer
 from google.protobuf.message import Message
 
-from kvindexd.cli import offline
 from kvindexd.cli.client import (
     CALL_TIMEOUT,
     DEFAULT_SERVER,
@@ -15,7 +14,6 @@ from kvindexd.cli.client import (
     ServerOption,
     connect,
 )
-from kvindexd.cli.offline import RedisOption, Where
 from kvindexd.cli.options import LabelOption, RoleName, parse_labels
 from kvindexd.cli.output import (
     ConfigOption,
@@ -28,6 +26,7 @@ from kvindexd.cli.output import (
     table,
     worker_name,
 )
+from kvindexd.cli.reading import RedisOption, Where
 from kvindexd.cli.worker_page import worker_tables
 from kvindexd.model import WorkerKey
 from kvindexd.v1 import index_pb2 as pb
@@ -60,6 +59,8 @@ def list_(
     as_json: JsonOption = False,
 ) -> None:
     """List worker ranks with their state."""
+    from kvindexd.cli import offline  # most answers need no store
+
     request = pb.ListWorkersRequest(model=model, namespace=namespace, include_stale=stale)
     answer: pb.ListWorkersResponse = offline.ask(
         Where(server, redis, config),
@@ -84,6 +85,8 @@ def show(
     as_json: JsonOption = False,
 ) -> None:
     """Show all that is known of one worker rank."""
+    from kvindexd.cli import offline  # most answers need no store
+
     request = pb.GetWorkerRequest(worker_id=worker, dp_rank=dp_rank, namespace=namespace)
     key = WorkerKey(namespace, worker, dp_rank)
     answer: pb.GetWorkerResponse = offline.ask(

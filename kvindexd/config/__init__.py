@@ -1,5 +1,6 @@
 """Settings: `load()` gives a `Settings`, whose `.config` is the `Config` to run by."""
 
+from kvindexd.config.base import Role
 from kvindexd.config.load import Row, Settings, json_schema, load, read_workers
 from kvindexd.config.schema import (
     SECTIONS,
@@ -33,6 +34,7 @@ __all__ = [
     "LogConfig",
     "MetricsConfig",
     "RedisConfig",
+    "Role",
     "Row",
     "ServerConfig",
     "Settings",

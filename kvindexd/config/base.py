@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
+
+Role = Literal["serve", "sidecar", "scorer"]
+"""What a process is: everything, ingest alone, or answers alone."""
 
 
 def parse_listen(text: str) -> tuple[str, int]:
