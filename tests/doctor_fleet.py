@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from reliability import stored
 
 from kvindexd.model import WorkerKey
 from kvindexd.store import Store, StoreError
-from kvindexd.testing.engine import FakeEngine, free_ports
+from kvindexd.testing.engine import FakeEngine
 
 ENV = {
     "ingest.event_grace": 1.0,
@@ -217,9 +218,15 @@ def run_doctor(
     return done.returncode, json.loads(done.stdout)
 
 
+_HELD: list[socket.socket] = []
+
+
 def unused() -> str:
-    """host:port at which nobody listens."""
-    return f"127.0.0.1:{free_ports(1)}"
+    """host:port at which nobody listens, nor will: it is bound until the tests end."""
+    held = socket.socket()
+    held.bind(("127.0.0.1", 0))
+    _HELD.append(held)
+    return f"127.0.0.1:{held.getsockname()[1]}"
 
 
 __all__ = [

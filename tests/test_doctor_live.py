@@ -79,8 +79,9 @@ def silence(fleet: Fleet) -> None:
     """Nothing comes, each time for another reason."""
     add, publishes = fleet.add, fleet.publishes
     fleet.register("never", kv_events_endpoint=f"tcp://{unused()}", address=unused())
-    add("connects", FakeEngine(port=free_ports(1), connect=True))
-    add("bound", bind_events=True, kv_events_endpoint=f"tcp://{unused()}")
+    port = int(unused().rpartition(":")[2])
+    add("connects", FakeEngine(port=port, connect=True))
+    add("bound", bind_events=True, kv_events_endpoint=f"tcp://127.0.0.1:{free_ports(1)}")
     add("silent")
     add("topic", FakeEngine(topic="kv@pod@m"), topic="kv@other")
     publishes("topic", lambda n: [stored(n % 8)])
