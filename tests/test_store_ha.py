@@ -481,11 +481,15 @@ async def test_a_missing_right_is_told_with_all_that_are_needed(
 ) -> None:
     guarded("ACL", "SETUSER", "kvx", *missing.split())
     url = f"redis://kvx:s3cr3t@127.0.0.1:{guarded.port}"
-    with pytest.raises(StoreDenied) as e:
+
+    async def use() -> None:
         async with asyncio.timeout(5), Store(url, StoreOptions(deadline=30)) as store:
             key = WorkerKey("", "w", 0)
             await store.register(key, b"r", False, 0.0)
             await store.get_worker(key)
+
+    with pytest.raises(StoreDenied) as e:
+        await use()
     assert f"{operation} is not allowed" in str(e.value)
     assert f"the ACL user needs: {ACL}" in str(e.value)
 
