@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequen
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from urllib.parse import quote, urlsplit, urlunsplit
 
 import structlog
 
@@ -40,6 +39,7 @@ from kvindexd.security.protection import Protection
 from kvindexd.serving import RELOADED, Serving
 from kvindexd.store import Store, StoreOptions
 from kvindexd.store.embedded import EmbeddedServer
+from kvindexd.store.url import with_credentials
 from kvindexd.telemetry import Metrics, MetricsServer, set_log_level
 from kvindexd.ui import Ui
 
@@ -172,7 +172,7 @@ class Daemon:
     async def _open_store(self) -> AsyncIterator[Store]:
         redis = self._config.redis
         async with AsyncExitStack() as stack:
-            url = _with_credentials(redis.url, redis.username, redis.password())
+            url = with_credentials(redis.url, redis.username, redis.password())
             if not url:
                 embedded = EmbeddedServer(Path(self._config.index.data_dir))
                 await embedded.start()
@@ -335,15 +335,3 @@ class Daemon:
             log.info("process_ready", index=self._part.index, pid=os.getpid(), **self._bound)
             return
         log.info("ready", role=self._role, version=__version__, pid=os.getpid(), **self._bound)
-
-
-def _with_credentials(url: str, username: str, password: str) -> str:
-    """The URL with the configured user and password where it names none itself."""
-    if not url or not (username or password):
-        return url
-    parts = urlsplit(url)
-    if "@" in parts.netloc:
-        return url
-    return urlunsplit(
-        parts._replace(netloc=f"{quote(username, '')}:{quote(password, '')}@{parts.netloc}")
-    )

@@ -119,9 +119,9 @@ def parse_url(text: str) -> StoreURL:
 
 
 def with_credentials(text: str, username: str, password: str) -> str:
-    """A store URL with this user and password, where it names none itself."""
+    """A store URL with this user and password, where it names none itself; "" stays as it is."""
     parts = urlsplit(text)
-    if not (username or password) or "@" in parts.netloc:
+    if not text or not (username or password) or "@" in parts.netloc:
         return text
     auth = f"{quote(username, '')}:{quote(password, '')}"
     return urlunsplit(parts._replace(netloc=f"{auth}@{parts.netloc}"))
