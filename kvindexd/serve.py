@@ -23,7 +23,7 @@ from kvindexd.discovery.discovery import Discovery
 from kvindexd.following import follow
 from kvindexd.gauges import Gauges, observe_store
 from kvindexd.ingest.engine_metrics import EngineMetrics, MetricsSettings
-from kvindexd.ingest.session import IngestSettings
+from kvindexd.ingest.settings import IngestSettings
 from kvindexd.ingest.supervisor import Supervisor
 from kvindexd.processes import Part, Processes, orphaned, part_config, private_address
 from kvindexd.rank_state import Options

@@ -12,7 +12,7 @@ import pytest
 import servers
 
 from kvindexd.ingest.engine_metrics import EngineMetricsError, read_page
-from kvindexd.ingest.session import IngestSettings
+from kvindexd.ingest.settings import IngestSettings
 from kvindexd.ingest.supervisor import Supervisor
 from kvindexd.registering import Registrar, Sizes, TooManyWorkers, register
 from kvindexd.registration import InvalidRegistration, Registration, decode

@@ -7,7 +7,7 @@ import contextlib
 import struct
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import structlog
@@ -30,9 +30,9 @@ from kvindexd.ingest.frame import Frame
 from kvindexd.ingest.link import Link, LinkEvent
 from kvindexd.ingest.replay import ReplayClient, ReplaySettings
 from kvindexd.ingest.sequencer import Sequencer
+from kvindexd.ingest.settings import IngestSettings
 from kvindexd.ingest.transport import Delivery, Subscriber, SubscriberSettings
 from kvindexd.ingest.writer import RankWriter
-from kvindexd.rank_state import Options
 from kvindexd.registration import Registration
 from kvindexd.security.gate import Endpoints
 from kvindexd.store import Store
@@ -50,22 +50,6 @@ _INBOX = 64
 _BURST = 256
 _FLAP = 0.05
 """Seconds between heartbeats at least."""
-
-
-class IngestSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How every rank of this process is ingested. Times in seconds."""
-
-    owner: str
-    on_lost_events: Literal["reset", "keep"] = "reset"
-    replay_timeout: float = 2.0
-    buffer_batches: int = 10_000
-    receive_hwm: int = 100_000
-    max_event_bytes: int = 32 << 20
-    lease_ttl: float = 10.0
-    heartbeat: float = 2.0
-    event_grace: float = 30.0
-    peer_timeout: float = 15.0
-    options: Options = Options()
 
 
 class _Replayed(NamedTuple):

@@ -8,8 +8,9 @@ from collections.abc import Iterable
 import structlog
 import zmq
 
+from kvindexd.ingest.settings import IngestSettings
 from kvindexd.ingest.transport import new_context
-from kvindexd.ingest.worker import IngestSettings, RankIngest
+from kvindexd.ingest.worker import RankIngest
 from kvindexd.model import WorkerKey
 from kvindexd.registration import Registration
 from kvindexd.security.gate import Gate

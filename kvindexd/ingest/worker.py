@@ -13,7 +13,8 @@ from kvindexd import registration as registrations
 from kvindexd.groups import Treatment
 from kvindexd.ingest.counting import RankCounters
 from kvindexd.ingest.link import Link, LinkState
-from kvindexd.ingest.session import IngestSettings, Session
+from kvindexd.ingest.session import Session
+from kvindexd.ingest.settings import IngestSettings
 from kvindexd.ingest.transport import TransportError
 from kvindexd.registering import register_again
 from kvindexd.registration import Registration
