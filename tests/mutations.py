@@ -85,7 +85,7 @@ MUTATIONS = [
     m(
         "where the sequence stood is not taken over",
         f"{I}/session.py",
-        "self._sequencer = Sequencer(self._config, state)",
+        "self._sequencer = Sequencer(self._config, await self.writer.load(snapshot))",
         "self._sequencer = Sequencer(self._config)",
         f"{RESTART} -k resumes_where",
     ),
