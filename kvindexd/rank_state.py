@@ -214,6 +214,11 @@ class RankState:
         return delta
 
     @property
+    def cleared(self) -> bool:
+        """Whether the next delta clears what was told before."""
+        return self._cleared
+
+    @property
     def has_changes(self) -> bool:
         """Whether `take_delta` would have something to say besides counters."""
         return self._cleared or bool(self.holdings.dirty or self.waiting.changed)

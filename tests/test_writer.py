@@ -111,3 +111,27 @@ async def test_a_rewrite_that_is_cut_off_leaves_nothing_half_said(
         await one.flush()
     other = await written(store)
     assert other.residency.holdings.blocks == {}, "and whoever comes next can read it"
+
+
+@pytest.mark.parametrize("trouble", ["full", "lost"])
+async def test_a_new_incarnation_that_begins_during_a_failed_write_is_written(
+    store: Store, redis_server: Server, trouble: str
+) -> None:
+    """Its numbers begin anew: behind a clear that was told with the number of an old batch, the
+    store would take them for repeats."""
+    one = await writer(store)
+    for seq in range(5):
+        await one.apply(frame(seq, 10 * seq))
+    await one.flush()
+    async with aioredis.Redis.from_url(redis_server.url) as raw:
+        await (raw.config_set("maxmemory", "1mb") if trouble == "full" else raw.flushall())
+        await one.apply(frame(5, 100))
+        writing = asyncio.create_task(one.persist())
+        await asyncio.sleep(0)
+        one.reset(incarnation=True)  # its first batch is yet to come
+        await writing
+        await raw.config_set("maxmemory", "0")
+    await one.apply(frame(0, 200))
+    await one.flush()
+    assert set((await written(store)).residency.holdings.blocks) == {201, 202, 203, 204}
+    assert one.lease.last_seq == 0

@@ -89,7 +89,9 @@ class RankWriter:
         self._full = False
         self._applying = False
         self._turn = 0.0  # when others last had theirs
-        self._written = (lease.last_seq, lease.last_ts, lease.last_digest)
+        self._stand = (lease.last_seq, lease.last_ts, lease.last_digest)  # after all that is queued
+        self.moving = False
+        """The lease is being acquired anew: the one that is known may have ended by that."""
         self._events: Callable[[Frame, Batch], None] | None = None
 
     async def load(self, snapshot: Snapshot) -> SequencerState:
@@ -179,6 +181,8 @@ class RankWriter:
         self._counters.add_all(self.residency.counters)
         delta = self.residency.take_delta(seq=seq, ts=ts, digest=digest)
         delta.counters = self._counters.take()
+        if seq >= 0 or delta.clear:
+            self._stand = (seq, ts, digest)
         if delta.clear:
             # Nothing queued before a clear matters to anyone any more.
             self._forget(self._queue)
@@ -192,6 +196,11 @@ class RankWriter:
         self._queue.append(delta)
         self._records += _records((delta,))
 
+    def _start(self) -> tuple[int, float, int]:
+        """Where a sequence stands whose batches are yet to come: a clear that is told with the
+        number of a batch before it would have them taken for repeats."""
+        return -1, self.last_ts, 0
+
     def _forget(self, deltas: list[BatchDelta]) -> None:
         for dropped in deltas:
             self._counters.give_back(dropped.counters)
@@ -202,7 +211,7 @@ class RankWriter:
         """Queue where the sequence stands, as before a release."""
         if not self._applying:
             self._since_save = _SAVE_EVERY
-            self._take(-1, self.last_ts, 0)
+            self._take(*self._start())
 
     # -- writing ------------------------------------------------------------------------------
 
@@ -227,7 +236,7 @@ class RankWriter:
     async def flush(self) -> None:
         """Write everything queued. Raises StoreUnavailable with it kept for a retry."""
         if self.residency.has_changes and not self._applying:
-            self._take(-1, self.last_ts, 0)
+            self._take(*self._start())
         while self._flight or self._queue:
             self._embark()
             batch = list(self._flight)
@@ -242,9 +251,6 @@ class RankWriter:
             self._records -= _records(batch)
             self._flight.clear()
             self._landed.set()
-            for delta in batch:
-                if delta.seq >= 0 or delta.clear:
-                    self._written = (delta.seq, delta.ts, delta.digest)
             if self._full:
                 self._full = False
                 log.info("store_has_room", worker=str(self.lease.key))
@@ -314,14 +320,13 @@ class RankWriter:
         # Nothing may come between the new lease and the clear: with it, what was queued under the
         # old one could be written without the profile that it needs.
         async with self._whole:
+            self.moving = True
             try:
                 self.lease = await self._store.acquire(key, lease.owner, lease.ttl_ms)
             except LeaseHeld as e:
                 raise Fenced(str(key), e.owner) from e
-            seq, ts, digest = self._written
-            for delta in (*self._flight, *self._queue):
-                if delta.seq >= 0 or delta.clear:  # a clear begins before the first batch
-                    seq, ts, digest = delta.seq, delta.ts, delta.digest
+            self.moving = False
+            seq, ts, digest = self._start() if self.residency.cleared else self._stand
             self._forget(self._flight)
             self._forget(self._queue)
             self.residency.rewrite()
@@ -341,19 +346,22 @@ class RankWriter:
             )
         queue = [*self._flight, *self._queue]
         last = next((d for d in reversed(queue) if d.seq >= 0 or d.clear), queue[-1])
+        seq, ts, digest = last.seq, last.ts, last.digest
+        if self.residency.cleared:
+            self._stand = seq, ts, digest = self._start()
         self._flight.clear()
         self._queue.clear()
         lost = self.residency.shed(queue)
         self._counters.add("dropped:store_full", lost)
         for delta in queue:
             self._counters.give_back(delta.counters)
-        rest = self.residency.take_delta(seq=last.seq, ts=last.ts, digest=last.digest)
+        rest = self.residency.take_delta(seq=seq, ts=ts, digest=digest)
         queue.append(rest)
         self._queue.append(
             BatchDelta(
-                seq=last.seq,
-                ts=last.ts,
-                digest=last.digest,
+                seq=seq,
+                ts=ts,
+                digest=digest,
                 clear=any(d.clear for d in queue),
                 blocks={f: None for d in queue for f, r in d.blocks.items() if r is None},
                 parked={f: None for d in queue for f, r in d.parked.items() if r is None},
