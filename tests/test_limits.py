@@ -16,7 +16,7 @@ import grpc
 import pytest
 import servers
 from daemon import Daemon
-from pure import Rank, chunk, stored
+from pure import Rank, chunk, removed, stored
 
 from kvindexd.extproc.v1 import ext_proc_pb2 as ep
 from kvindexd.ingest.frame import FrameError, parse_live
@@ -266,9 +266,16 @@ def test_events_and_what_a_rank_holds() -> None:
     rank = Rank(Options(parked=10))
     orphans = [stored([100 + n], chunk(n), 10_000 + n) for n in range(1, 12)]
     rank.send(*orphans[:10])
-    assert (len(rank.residency.waiting), rank.counters["dropped:orphan"]) == (10, 0)
+    assert (len(rank.residency.waiting), rank.counters["dropped:parked_overflow"]) == (10, 0)
     rank.send(orphans[10])
-    assert len(rank.residency.waiting) == 10
+    assert (len(rank.residency.waiting), rank.counters["dropped:parked_overflow"]) == (10, 1)
+
+    rank = Rank(Options(bindings=10))
+    rank.send(*(stored([n], chunk(n)) for n in range(1, 11)))
+    rank.send(removed(list(range(1, 11))))
+    assert rank.counters["bindings_forgotten"] == 0
+    rank.send(stored([11], chunk(11)))
+    assert rank.counters["bindings_forgotten"] == 1
 
 
 # -- registrations --------------------------------------------------------------------------------
