@@ -213,7 +213,7 @@ async def _look_around(found: pb.Divergence, asked: Asked, survey: Survey, fleet
         found.unknown.append("other forms of the prompt: hashes were sent, no tokens")
     else:
         known = known_roots(query.lora_name, query.cache_salt, asked.adapters)
-        n = len(known.keys() | survey.roots.keys()) - 1
+        n = len((known.keys() | survey.roots.keys()) - {query.root})
         found.tried.append(f"{n} other roots (adapters and salts), and up to 64 tokens dropped")
         pause = _Pause()
         for v in variations(query, survey.roots, known):
