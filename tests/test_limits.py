@@ -354,7 +354,7 @@ def test_what_somebody_wrote_into_the_store_is_checked_before_it_is_connected_to
         engine.wait_subscribed()
         engine.publish([stored([1], chunk(1))])
         daemon.until_seq("planted", 0)
-        assert "tcp://127.0.0.1:" in daemon.worker("planted").detail
+        daemon.until(lambda: "tcp://127.0.0.1:" in daemon.worker("planted").detail, "its address")
     daemon.admin.DeregisterWorker(pb.DeregisterWorkerRequest(worker_id="planted"))
 
 
