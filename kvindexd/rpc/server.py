@@ -26,6 +26,9 @@ INDEX, ADMIN = "kvindexd.v1.KVIndex", "kvindexd.v1.KVIndexAdmin"
 SERVICES = (INDEX, ADMIN)
 HEALTH_NAMES = ("", "liveness", "readiness", *SERVICES)
 """Names that grpc.health.v1 knows here; any other is NOT_FOUND."""
+_MOVING_ON = 0.5
+"""Seconds that calls are still taken for after NOT_SERVING, where a client watches: a call that
+crosses the end of its connection is answered CANCELLED, which no retry policy repeats."""
 
 
 def options(max_message_bytes: int, reuse_port: bool = False) -> list[tuple[str, int]]:
@@ -52,6 +55,7 @@ class _Health(health.aio.HealthServicer):
     def __init__(self) -> None:
         super().__init__()
         self.ending = asyncio.Event()
+        self.watches = 0
 
     async def Watch(
         self,
@@ -61,9 +65,11 @@ class _Health(health.aio.HealthServicer):
         """Tell every change, and at the end that it is the end."""
         watching = asyncio.create_task(super().Watch(request, context))
         ending = asyncio.create_task(self.ending.wait())
+        self.watches += 1
         try:
             await asyncio.wait((watching, ending), return_when=asyncio.FIRST_COMPLETED)
         finally:
+            self.watches -= 1
             for task in (watching, ending):
                 task.cancel()
             await asyncio.wait((watching, ending))
@@ -147,8 +153,11 @@ class RpcServer:
             )
 
     async def stop(self) -> None:
-        """NOT_SERVING first; calls in flight get the grace time, new ones are refused."""
+        """NOT_SERVING first, and time for those who watch it to go elsewhere; then calls in flight
+        get the grace time, and new ones are refused."""
         await self._health.enter_graceful_shutdown()
+        if self._health.watches:
+            await asyncio.sleep(min(_MOVING_ON, self._grace))
         self._health.ending.set()
         await self._server.stop(self._grace)
         await self._server.wait_for_termination(self._grace)
