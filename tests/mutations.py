@@ -127,9 +127,30 @@ MUTATIONS = [
     m(
         "an unwritten clear does not begin a new sequence",
         f"{I}/writer.py",
-        "if delta.seq >= 0 or delta.clear:  # a clear",
-        "if delta.seq >= 0:  # a clear",
+        "if seq >= 0 or delta.clear:",
+        "if seq >= 0:",
         f"{RESTART} -k emptied",
+    ),
+    m(
+        "a clear that is due begins no new sequence when the store is rewritten",
+        f"{I}/writer.py",
+        "self._start() if self.residency.cleared else self._stand",
+        "self._stand",
+        "tests/test_writer.py -k new_incarnation",
+    ),
+    m(
+        "the heartbeat takes an own new lease for another's",
+        f"{I}/session.py",
+        "if self.writer.lease is lease and not self.writer.moving:",
+        "if True:",
+        "tests/test_session.py -k anothers",
+    ),
+    m(
+        "a rank that others register again is given up",
+        f"{I}/writer.py",
+        "if e.owner or e is rewind:",
+        "if True:",
+        "tests/test_session.py -k others_may",
     ),
     m(
         "heartbeats do not compare what is stored",

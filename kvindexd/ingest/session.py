@@ -36,7 +36,7 @@ from kvindexd.ingest.writer import RankWriter
 from kvindexd.registration import Registration
 from kvindexd.security.gate import Endpoints
 from kvindexd.store import Store
-from kvindexd.store.errors import NotRegistered, StoreUnavailable
+from kvindexd.store.errors import Fenced, NotRegistered, StoreUnavailable
 from kvindexd.store.records import Lease
 from kvindexd.wire import Batch
 
@@ -266,6 +266,11 @@ class Session:
             except NotRegistered:
                 # Deregistered, or lost by the store: the next write tells which.
                 self._remind(CHECK)
+            except Fenced as e:
+                if self.writer.lease is lease and not self.writer.moving:
+                    if e.owner:
+                        raise
+                    self._remind(CHECK)  # revoked, or lost and registered again by others
             except StoreUnavailable as e:
                 if not down:
                     down = True

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import msgspec
-import numpy as np
 import structlog
 
 from kvindexd.ingest.actions import SequencerState
 from kvindexd.ingest.counting import RankCounters
+from kvindexd.ingest.deltas import records, removals
 from kvindexd.ingest.frame import Frame
-from kvindexd.model import MUTATION, REMOVE, BatchDelta, Profile
+from kvindexd.model import BatchDelta, Profile
 from kvindexd.registering import register_again
 from kvindexd.registration import Registration
 from kvindexd.residency import Options, Residency
@@ -194,7 +194,7 @@ class RankWriter:
             saved = SavedRank(self._residency_state, self._sequencer_state())
             delta.state = msgspec.msgpack.encode(saved)
         self._queue.append(delta)
-        self._records += _records((delta,))
+        self._records += records((delta,))
 
     def _start(self) -> tuple[int, float, int]:
         """Where a sequence stands whose batches are yet to come: a clear that is told with the
@@ -204,7 +204,7 @@ class RankWriter:
     def _forget(self, deltas: list[BatchDelta]) -> None:
         for dropped in deltas:
             self._counters.give_back(dropped.counters)
-        self._records -= _records(deltas)
+        self._records -= records(deltas)
         deltas.clear()
 
     def save(self) -> None:
@@ -243,12 +243,12 @@ class RankWriter:
             try:
                 await self._store.apply(self.lease, batch)
             except StoreFull as e:
-                self._records -= _records(self._flight[: e.applied])
+                self._records -= records(self._flight[: e.applied])
                 del self._flight[: e.applied]
                 async with self._whole:
                     self._shed(str(e))
                 continue
-            self._records -= _records(batch)
+            self._records -= records(batch)
             self._flight.clear()
             self._landed.set()
             if self._full:
@@ -263,7 +263,7 @@ class RankWriter:
             return
         size = count = 0
         for delta in self._queue:
-            size += _records((delta,))
+            size += records((delta,))
             if count and size > BURST_RECORDS:
                 break
             count += 1
@@ -299,6 +299,10 @@ class RankWriter:
                 if isinstance(e, NotRegistered) and isinstance(rewind, NotRegistered):
                     raise  # not lost: deregistered on purpose
                 rewind = e
+            except Fenced as e:
+                if e.owner or e is rewind:
+                    raise
+                rewind = e  # revoked, or registered again by others after the data was lost
             else:
                 if attempt:
                     log.info("store_back", worker=str(self.lease.key), attempts=attempt)
@@ -307,7 +311,13 @@ class RankWriter:
     async def _rewrite(self, why: StoreError) -> None:
         """Own the rank anew and queue everything that is in memory, behind a clear."""
         key, lease = self.lease.key, self.lease
-        if isinstance(why, NotRegistered):
+        self.moving = True
+        if isinstance(why, Fenced):
+            await self._store.verify()
+            if self._store.birth == self._birth:
+                raise why
+            self._birth = self._store.birth
+        elif isinstance(why, NotRegistered):
             self._birth = await register_again(self._store, self._registration, self._birth, why)
         self._counters.add("rewrites")
         log.warning(
@@ -320,7 +330,6 @@ class RankWriter:
         # Nothing may come between the new lease and the clear: with it, what was queued under the
         # old one could be written without the profile that it needs.
         async with self._whole:
-            self.moving = True
             try:
                 self.lease = await self._store.acquire(key, lease.owner, lease.ttl_ms)
             except LeaseHeld as e:
@@ -356,31 +365,9 @@ class RankWriter:
         for delta in queue:
             self._counters.give_back(delta.counters)
         rest = self.residency.take_delta(seq=seq, ts=ts, digest=digest)
-        queue.append(rest)
-        self._queue.append(
-            BatchDelta(
-                seq=seq,
-                ts=ts,
-                digest=digest,
-                clear=any(d.clear for d in queue),
-                blocks={f: None for d in queue for f, r in d.blocks.items() if r is None},
-                parked={f: None for d in queue for f, r in d.parked.items() if r is None},
-                mutations=b"".join(_removals(d.mutations) for d in queue),
-                tier_blocks=rest.tier_blocks,
-            )
-        )
-        self._records = _records(self._queue)
+        self._queue.append(removals(queue, rest))
+        self._records = records(self._queue)
         self.residency.forget_saved()
-
-
-def _records(deltas: Iterable[BatchDelta]) -> int:
-    """What deltas cost the store, in records."""
-    return sum(len(d.blocks) + len(d.parked) + 1 for d in deltas)
-
-
-def _removals(mutations: bytes) -> bytes:
-    rows = np.frombuffer(mutations, MUTATION)
-    return bytes(rows[rows["op"] == REMOVE].tobytes())
 
 
 def _pause(attempt: int) -> float:
