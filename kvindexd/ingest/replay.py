@@ -16,7 +16,7 @@ import zmq
 
 from kvindexd.ingest.actions import ReplayOutcome
 from kvindexd.ingest.frame import SEQ_BYTES, Frame, FrameError, parse_replayed
-from kvindexd.ingest.sockets import check_endpoint, is_ipv6, take, wait_readable
+from kvindexd.ingest.sockets import check_endpoint, is_ipv6, take, wait_readable, wait_writable
 
 
 class ReplaySettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,8 +78,14 @@ class ReplayClient:
         try:
             _configure(socket, self._settings, self._endpoint)
             socket.connect(self._endpoint)
-            socket.send_multipart([b"", start.to_bytes(SEQ_BYTES, "big")], zmq.NOBLOCK)
-            await request.read(socket, deliver, max_frames, max_bytes)
+            if await wait_writable(socket, self._settings.reply_timeout):
+                socket.send_multipart([b"", start.to_bytes(SEQ_BYTES, "big")], zmq.NOBLOCK)
+                await request.read(socket, deliver, max_frames, max_bytes)
+            else:
+                waited = f"{self._settings.reply_timeout:g} s"
+                request.end(
+                    ReplayOutcome.TIMEOUT, f"no connection to {self._endpoint} within {waited}"
+                )
         except zmq.ZMQError as e:
             request.end(ReplayOutcome.FAILED, f"cannot ask {self._endpoint}: {e.strerror}")
         finally:
@@ -161,5 +167,6 @@ def _configure(socket: zmq.Socket[bytes], settings: ReplaySettings, endpoint: st
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IPV6, int(is_ipv6(endpoint) if settings.ipv6 is None else settings.ipv6))
     socket.setsockopt(zmq.RCVHWM, settings.receive_hwm)
+    socket.setsockopt(zmq.IMMEDIATE, 1)  # as for the subscription, see transport.py
     socket.setsockopt(zmq.MAXMSGSIZE, 4 * settings.max_event_bytes)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)

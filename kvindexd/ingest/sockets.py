@@ -63,11 +63,11 @@ def new_context(max_sockets: int = 16384) -> zmq.Context[zmq.Socket[bytes]]:
     return context
 
 
-def _ready(sockets: Sequence[zmq.Socket[bytes]]) -> bool:
+def _ready(sockets: Sequence[zmq.Socket[bytes]], events: int) -> bool:
     # Asking for EVENTS also re-arms the socket's file descriptor, so all of them are asked.
     ready = 0
     for socket in sockets:
-        ready |= int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
+        ready |= int(socket.getsockopt(zmq.EVENTS)) & events
     return bool(ready)
 
 
@@ -76,10 +76,19 @@ async def wait_readable(sockets: Sequence[zmq.Socket[bytes]], within: float | No
 
     Cancellation is safe: nothing is received here. Always yields to the loop once.
     """
+    return await _wait(sockets, within, zmq.POLLIN)
+
+
+async def wait_writable(socket: zmq.Socket[bytes], within: float) -> bool:
+    """Wait until a message can be sent, which with zmq.IMMEDIATE means: until it is connected."""
+    return await _wait((socket,), within, zmq.POLLOUT)
+
+
+async def _wait(sockets: Sequence[zmq.Socket[bytes]], within: float | None, events: int) -> bool:
     await asyncio.sleep(0)
     loop = asyncio.get_running_loop()
     deadline = None if within is None else loop.time() + within
-    while not _ready(sockets):
+    while not _ready(sockets, events):
         left = _WATCHDOG if deadline is None else min(_WATCHDOG, deadline - loop.time())
         if left <= 0:
             return False

@@ -285,6 +285,9 @@ def _configure(socket: zmq.Socket[bytes], settings: SubscriberSettings, endpoint
         zmq.LINGER: 0,
         zmq.IPV6: int(ipv6),
         zmq.RCVHWM: settings.receive_hwm,
+        # A new pipe per connection. ZeroMQ ends the whole *process* ("_input_stopped") when a
+        # reader that was behind empties a pipe that has outlived its connection (libzmq 3937).
+        zmq.IMMEDIATE: 1,
         zmq.MAXMSGSIZE: 4 * settings.max_event_bytes,
         zmq.CONNECT_TIMEOUT: ms(settings.connect_timeout),
         zmq.RECONNECT_IVL: ms(settings.reconnect_min),
