@@ -91,6 +91,7 @@ async def listen(endpoint: str, topic: str, seconds: float, context: Context) ->
     socket = context.socket(zmq.SUB)
     try:
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IMMEDIATE, 1)  # see ingest/transport.py
         socket.setsockopt(zmq.IPV6, int(is_ipv6(endpoint)))
         socket.setsockopt(zmq.RCVHWM, 10_000)
         socket.setsockopt(zmq.MAXMSGSIZE, _MAX_BYTES)
