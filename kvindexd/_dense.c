@@ -124,7 +124,8 @@ static PyObject *store(PyObject *module, PyObject *const *args, Py_ssize_t nargs
     Py_ssize_t count = PyList_GET_SIZE(args[3]);
     const unsigned char *keys = (const unsigned char *)PyBytes_AS_STRING(args[4]);
     if (step < 1 || size < 1 || PyBytes_GET_SIZE(args[4]) / 8 / step < count ||
-        length < 0 || length > UINT32_MAX - (long long)size * count) {
+        length < 0 || length > UINT32_MAX ||
+        (count > 0 && size > (UINT32_MAX - length) / count)) {
         PyErr_SetString(PyExc_ValueError, "store: keys, step or lengths do not fit the hashes");
         return NULL;
     }

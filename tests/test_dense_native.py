@@ -136,3 +136,11 @@ def test_keys_that_do_not_cover_the_hashes_are_refused() -> None:
     arguments: Any = ({}, {}, set(), [1, 2], b"\0" * 8, 1, (0, 0), 16, (1, 0), 1, Block)
     with pytest.raises(ValueError, match="do not fit"):
         records._native.store(*arguments)
+
+
+@native
+@pytest.mark.parametrize("size", [2**62, 2**30])
+def test_lengths_that_no_record_has_room_for_are_refused(size: int) -> None:
+    arguments: Any = ({}, {}, set(), [1, 2, 3, 4], b"\0" * 32, 1, (0, 0), size, (1, 0), 1, Block)
+    with pytest.raises(ValueError, match="do not fit"):
+        records._native.store(*arguments)
