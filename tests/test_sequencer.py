@@ -172,17 +172,52 @@ def test_what_a_silent_server_cost_is_read_back_once_it_answers() -> None:
     assert s.unverified
     wake = s.wake_at
     assert wake is not None
-    again = asked(s.tick(wake))
-    for i in range(again.start, 6):
-        s.replayed(again.request_id, frame(i), wake)
-    out = s.replay_ended(again.request_id, COMPLETE, wake)
+    request = asked(s.tick(wake))
+    assert (request.start, request.why) == (0, "repair")
+    out = [a for i in range(6) for a in s.replayed(request.request_id, frame(i), wake)]
     assert only(out, Restarted) == [Restarted("repair", 5)]
-    request = asked(out)
-    assert request.start == 0
-    assert applied(
-        [a for i in range(6) for a in s.replayed(request.request_id, frame(i), wake)]
-    ) == [*range(6)]
+    assert applied(out) == [*range(6)]
     assert s.replay_ended(request.request_id, COMPLETE, wake) == [], "once"
+    assert not s.unverified
+
+
+def test_a_server_that_answers_in_part_only_is_not_paid_for_with_claims_again_and_again() -> None:
+    """It answers what is asked on connecting, and nothing that goes back to what was lost."""
+    s = fed(range(10), overlap=4)
+    ask = asked(s.live(frame(12), 0.0))
+    seen = s.replay_ended(ask.request_id, TIMEOUT, 2.0)
+    now, seq, requests = 2.0, 13, 0
+    while now < 600.0:
+        now = max(now + 1.0, s.wake_at or 0.0)
+        todo = only(s.connected(now) if requests % 2 else s.tick(now), AskReplay)
+        while todo:
+            request, requests = todo.pop(), requests + 1
+            seen += s.live(frame(seq), now)
+            seq += 1
+            for i in range(request.start, seq) if request.start else ():
+                seen += s.replayed(request.request_id, frame(i), now)
+            outcome = COMPLETE if request.start else TIMEOUT
+            out = s.replay_ended(request.request_id, outcome, now)
+            todo += only(out, AskReplay)
+            seen += out
+    assert requests > 10
+    assert not only(seen, Restarted)
+    assert only(seen, Lost) == [Lost(10, 11, "timeout")]
+    assert s.last_seq == seq - 1
+
+
+def test_a_buffer_that_begins_behind_what_was_lost_is_no_reason_to_forget() -> None:
+    s = fed(range(3))
+    ask = asked(s.live(frame(5), 0.0))
+    s.replay_ended(ask.request_id, TIMEOUT, 2.0)
+    for i in range(6, 30):
+        s.live(frame(i), 2.0)
+    now = s.wake_at or 0.0
+    request = asked(s.tick(now))
+    seen = [a for i in range(20, 31) for a in s.replayed(request.request_id, frame(i), now)]
+    seen += s.replay_ended(request.request_id, COMPLETE, now)
+    assert not only(seen, Restarted)
+    assert applied(seen) == [30]
     assert not s.unverified
 
 

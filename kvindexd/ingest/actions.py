@@ -80,8 +80,8 @@ class Restarted(NamedTuple):
 
     `reason`: `sequence_back`, `replay_mismatch`, `replay_conflict`, `replay_empty`, `unverified`,
     `clock_back`, `resync`, or `repair` (the same engine's buffer is read anew, because it answers
-    again and batches were lost while it did not). `last_seq`: where the old incarnation ended for
-    us, -1 = nowhere.
+    again and holds batches that were lost while it did not). `last_seq`: where the old incarnation
+    ended for us, -1 = nowhere.
     """
 
     reason: str
@@ -109,7 +109,7 @@ class Lost(NamedTuple):
 class AskReplay(NamedTuple):
     """Ask the engine for everything from `start`; feed the answer back under `request_id`.
 
-    `why`: `connect`, `gap`, `restart`, `probe` or `resync`.
+    `why`: `connect`, `gap`, `restart`, `probe`, `resync` or `repair`.
     """
 
     request_id: int

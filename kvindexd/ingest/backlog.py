@@ -1,4 +1,5 @@
-"""What a rank's sequencer remembers: the last batches applied, and the live ones that must wait."""
+"""What a rank's sequencer remembers: the last batches applied, the live ones that must wait, and
+the replay that they wait for."""
 
 from __future__ import annotations
 
@@ -16,6 +17,19 @@ class Seen(msgspec.Struct, frozen=True, array_like=True):
     seq: int
     ts: float
     digest: int
+
+
+class Flight(msgspec.Struct):
+    """The replay request that is under way."""
+
+    id: int
+    start: int
+    why: str
+    last: int  # last batch handed out when it was sent
+    top: int  # newest batch known when it was sent
+    verified: bool = False  # a batch came back unchanged, or there was none to compare
+    returned: int = 0
+    applied: int = 0
 
 
 class Applied:

@@ -19,7 +19,7 @@ class Order:
         self.applied = Applied(history, state.history)
         self.held = Held()
         self.began = state.began  # engine clock of this incarnation's first batch
-        self.missed = False  # batches were given up that a replay may yet bring
+        self.missed = -1  # the last batch given up that a replay may yet bring
         self._gaps_to = -1  # holes up to here have been reported
 
     @property
@@ -43,7 +43,7 @@ class Order:
         last = self.last_seq
         self.applied = Applied(self._history)
         self.began = None
-        self.missed = False
+        self.missed = -1
         self._gaps_to = -1
         return last
 
@@ -99,4 +99,5 @@ class Order:
         if first <= last:
             self.report_gap(upto, out)
             out.append(Lost(first, last, reason))
-            self.missed = self.missed or reason in _UNANSWERED
+            if reason in _UNANSWERED:
+                self.missed = last

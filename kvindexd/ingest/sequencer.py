@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import random
 
-import msgspec
-
 from kvindexd.ingest.actions import (
     Action,
     AskReplay,
@@ -27,21 +25,9 @@ from kvindexd.ingest.actions import (
     SequencerConfig,
     SequencerState,
 )
+from kvindexd.ingest.backlog import Flight
 from kvindexd.ingest.frame import Frame
 from kvindexd.ingest.order import Order
-
-
-class _Flight(msgspec.Struct):
-    """The replay request that is under way."""
-
-    id: int
-    start: int
-    why: str
-    last: int  # last batch handed out when it was sent
-    top: int  # newest batch known when it was sent
-    verified: bool = False  # a batch came back unchanged, or there was none to compare
-    returned: int = 0
-    applied: int = 0
 
 
 class Sequencer:
@@ -62,7 +48,7 @@ class Sequencer:
         self._rng = rng or random.Random()  # noqa: S311 - jitter, not a secret
         self._order = Order(config.history, state)
         self._proven = state.proven  # the replay server has returned batches before
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
         self._requests = 0
         self._failures = 0
         self._retry_at = 0.0
@@ -167,6 +153,8 @@ class Sequencer:
             return [Dropped(frame.seq, "stale_replay")]
         flight.returned += 1
         self._proven = True
+        if flight.why == "repair" and flight.returned == 1:
+            self._repair(flight, frame, out)
         if frame.seq > self.last_seq:
             self._take(flight, frame, now, out)
             return out
@@ -190,6 +178,8 @@ class Sequencer:
         self._flight = None
         if outcome is ReplayOutcome.COMPLETE:
             self._failures, self._retry_at = 0, now
+            if flight.why == "repair":
+                self._order.missed = -1
             heard = self._heard and self._order.held and not self._proven
             if flight.start <= flight.top and flight.returned == 0 and not heard:
                 self._nothing_there(flight, now, out)
@@ -201,8 +191,9 @@ class Sequencer:
             reason = "timeout" if outcome is ReplayOutcome.TIMEOUT else "replay_failed"
         self._suspected, self._suspect_until = False, None
         self._settle(flight, reason, now, out)
-        if self._flight is None and outcome is ReplayOutcome.COMPLETE and self._order.missed:
-            out += self.resync(now, "repair")
+        if self._flight is None and outcome is ReplayOutcome.COMPLETE and self._order.missed >= 0:
+            self._sync_pending = True
+            self._ask("repair", out, from_zero=True)
         return out
 
     def tick(self, now: float) -> list[Action]:
@@ -210,13 +201,15 @@ class Sequencer:
         out: list[Action] = []
         if self._flight is None and self.wake_at is not None and now >= self.wake_at:
             self._suspect_until = None
-            self._ask("probe" if self._suspected else "connect", out, from_zero=self._suspected)
+            why = "repair" if self._order.missed >= 0 else "connect"
+            why = "probe" if self._suspected else why
+            self._ask(why, out, from_zero=why != "connect")
         return out
 
-    def resync(self, now: float, why: str = "resync") -> list[Action]:
+    def resync(self, now: float) -> list[Action]:
         """Forget everything and read the engine's buffer from its beginning."""
         out: list[Action] = []
-        self._forget(why, out)
+        self._forget("resync", out)
         if self._config.replay:
             self._sync_pending = True
             self._ask("resync", out)
@@ -270,7 +263,7 @@ class Sequencer:
 
     # -- replayed frames ---------------------------------------------------------------------
 
-    def _take(self, flight: _Flight, frame: Frame, now: float, out: list[Action]) -> None:
+    def _take(self, flight: Flight, frame: Frame, now: float, out: list[Action]) -> None:
         """A replayed batch that is new to us."""
         order, held = self._order, self._order.held
         rival = held.get(frame.seq)
@@ -297,6 +290,14 @@ class Sequencer:
         flight.applied += 1
         flight.verified = True
 
+    def _repair(self, flight: Flight, frame: Frame, out: list[Action]) -> None:
+        """The first batch of a buffer that is read for the sake of lost ones. Only now is anything
+        forgotten: a server that is silent again, or has none of them any more, costs nothing."""
+        if frame.seq <= self._order.missed:
+            self._reset("repair", out)
+            flight.verified = True
+        self._order.missed = -1
+
     def _adopt_unverified(self, frame: Frame, out: list[Action]) -> None:
         """The reply begins exactly where we left off, so nothing in it can be compared.
 
@@ -306,7 +307,7 @@ class Sequencer:
         if frame.seq == self.last_seq + 1:
             self._reset("unverified", out)
 
-    def _replaced(self, flight: _Flight, frame: Frame, now: float, out: list[Action]) -> None:
+    def _replaced(self, flight: Flight, frame: Frame, now: float, out: list[Action]) -> None:
         """The engine holds other batches under numbers that we applied: it was restarted."""
         held = self._order.held
         for waiting in held.drain():
@@ -322,7 +323,7 @@ class Sequencer:
         self._cancel(out)
         self._ask("restart", out)
 
-    def _nothing_there(self, flight: _Flight, now: float, out: list[Action]) -> None:
+    def _nothing_there(self, flight: Flight, now: float, out: list[Action]) -> None:
         """Only the end marker, for a start that a live engine of our incarnation must hold.
 
         The newest batch is always in its buffer. So this engine has published fewer batches than
@@ -342,7 +343,7 @@ class Sequencer:
             self._suspected = True
             self._suspect_until = now + self._config.suspect_grace
 
-    def _settle(self, flight: _Flight, reason: str, now: float, out: list[Action]) -> None:
+    def _settle(self, flight: Flight, reason: str, now: float, out: list[Action]) -> None:
         """After a reply: release what waits; ask again where it can help, else report the loss."""
         order = self._order
         order.release(out)
@@ -362,7 +363,7 @@ class Sequencer:
         order = self._order
         start = 0 if from_zero else order.applied.overlap_start(self._config.overlap)
         self._requests += 1
-        self._flight = _Flight(self._requests, start, why, order.last_seq, order.top()[0])
+        self._flight = Flight(self._requests, start, why, order.last_seq, order.top()[0])
         out.append(AskReplay(self._requests, start, why))
 
     def _cancel(self, out: list[Action]) -> None:
