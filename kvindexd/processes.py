@@ -54,15 +54,15 @@ def private_address() -> Iterator[str]:
 
 def part_config(config: Config, bound: dict[str, str], store_url: str, index: int) -> Config:
     """The settings of process `index`: the addresses that the first one really has, its store, no
-    workers or sources of its own, and a metrics port of its own (the first one's plus `index`;
-    port 0 = any).
+    workers or sources of its own, and a metrics port of its own (the first one's plus `index`, or
+    any where that one is 0 or there is no such port).
     """
     replace = msgspec.structs.replace
     metrics = config.metrics.listen
     if metrics:
         host, port = parse_listen(metrics)
         host = f"[{host}]" if ":" in host else host
-        metrics = f"{host}:{port + index if port else 0}"
+        metrics = f"{host}:{port + index if 0 < port <= 65535 - index else 0}"
     return replace(
         config,
         server=replace(config.server, listen=bound["grpc"], admin_listen=bound.get("admin", "")),
@@ -87,8 +87,8 @@ class Processes:
         """Give every process new settings, and to those that start from now on."""
         self._parts = {part.index: part for part in parts}
         for index, pipe in self._inputs.items():
-            if index in self._parts and not pipe.is_closing():
-                pipe.write(_line(self._parts[index]))
+            if index in self._parts:
+                _tell(pipe, self._parts[index])
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Until `stopping`; by then, or when cancelled, all of them have ended."""
@@ -101,7 +101,11 @@ class Processes:
         loop = asyncio.get_running_loop()
         while not stopping.is_set():
             began = loop.time()
-            status = await self._one(self._parts[index], stopping)
+            status: int | str
+            try:
+                status = await self._one(self._parts[index], stopping)
+            except OSError as e:  # no memory, too many processes
+                status = f"not started: {e}"
             if stopping.is_set():
                 return
             failures = 1 if loop.time() - began > _STEADY else failures + 1
@@ -119,16 +123,14 @@ class Processes:
 
     async def _one(self, part: Part, stopping: asyncio.Event) -> int:
         """Run one process to its end; the exit status."""
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "kvindexd.processes", stdin=asyncio.subprocess.PIPE
-        )
+        process = await asyncio.create_subprocess_exec(*_command(), stdin=asyncio.subprocess.PIPE)
         ended = asyncio.create_task(process.wait())
         asked = asyncio.create_task(stopping.wait())
         try:
             if process.stdin is not None:
                 # Through a pipe: neither `ps` nor /proc shows the store's password. It stays open;
                 # its end tells the process that this one is gone.
-                process.stdin.write(_line(self._parts[part.index]))
+                _tell(process.stdin, self._parts[part.index])
                 self._inputs[part.index] = process.stdin
                 await process.stdin.drain()
             await asyncio.wait((ended, asked), return_when=asyncio.FIRST_COMPLETED)
@@ -156,8 +158,17 @@ class Processes:
         return await ended
 
 
-def _line(part: Part) -> bytes:
-    return msgspec.json.encode(part) + b"\n"
+def _command() -> list[str]:
+    """Of a further process. It imports from the working directory only where this one does, else
+    whoever may write there would say what runs."""
+    local = not {"", os.getcwd()}.isdisjoint(sys.path)
+    return [sys.executable, *(() if local else ("-P",)), "-m", "kvindexd.processes"]
+
+
+def _tell(pipe: asyncio.StreamWriter, part: Part) -> None:
+    if not pipe.is_closing():
+        with contextlib.suppress(RuntimeError):  # how uvloop says that the other end is closed
+            pipe.write(msgspec.json.encode(part) + b"\n")
 
 
 async def orphaned(stopping: asyncio.Event, take: Callable[[Config], None]) -> None:

@@ -74,6 +74,7 @@ class Daemon:
         self._picking: Picking | None = None
         self._ui: Ui | None = None
         self._stopping = asyncio.Event()
+        self._signals = 0
         self._hurry = asyncio.Event()
         self._bound: dict[str, str] = {}
 
@@ -132,7 +133,8 @@ class Daemon:
 
     def _signalled(self) -> None:
         """The first one asks for an orderly end, a second one not to wait for calls."""
-        if self._stopping.is_set():
+        self._signals += 1  # a further process is told in another way too, see processes.orphaned
+        if self._signals > 1:
             self._hurry.set()
         self._stopping.set()
 
@@ -164,7 +166,7 @@ class Daemon:
         if not ending.done():
             log.warning("stopping_at_once", cost="calls in flight are cut off")
             ending.cancel()
-        await asyncio.wait((ending,))
+        await asyncio.gather(ending, return_exceptions=True)
 
     # -- the store ----------------------------------------------------------------------------
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import sys
 import time
 import urllib.request
 from collections import Counter
@@ -13,9 +15,14 @@ from pathlib import Path
 
 import grpc
 import pytest
+import structlog
+import uvloop
 from daemon import Daemon
 from reliability import stored
 
+from kvindexd import serve
+from kvindexd.config import Config, MetricsConfig
+from kvindexd.processes import Part, Processes, part_config
 from kvindexd.testing.engine import FakeEngine
 from kvindexd.v1 import index_pb2 as pb
 from kvindexd.v1 import index_pb2_grpc as rpc
@@ -151,6 +158,44 @@ def test_settings_that_are_read_again_reach_every_process(daemon: Daemon) -> Non
     assert not daemon.events("restart_needed")
 
 
+async def attempts(count: int) -> list[object]:
+    """How so many attempts to start a process ended, of processes that cannot go on."""
+    stopping = asyncio.Event()
+    with structlog.testing.capture_logs() as logs:
+        further = Processes([Part(Config(), i + 1, "") for i in range(count)], grace=1.0)
+        running = asyncio.create_task(further.run(stopping))
+        async with asyncio.timeout(20):
+            while len(logs) < count and not running.done():  # noqa: ASYNC110 - it tells nobody
+                await asyncio.sleep(0.01)
+        stopping.set()
+        await running
+    return [line["status"] for line in logs if line["event"] == "process_ended"]
+
+
+def test_processes_that_cannot_be_started_do_not_take_the_first_one_with_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    for _ in range(3):  # it ends while it is being told, or before, or after
+        assert set(uvloop.run(attempts(3))) == {1}
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
+    assert str(uvloop.run(attempts(1))[0]).startswith("not started: ")
+
+
+def test_a_further_process_imports_nothing_from_the_working_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "msgspec.py").write_text("import os; os._exit(77)")
+    monkeypatch.chdir(tmp_path)
+    assert asyncio.run(attempts(1)) == [2], "it got as far as to miss a redis.url"
+
+
+def test_a_metrics_port_that_does_not_exist_is_any() -> None:
+    config = Config(metrics=MetricsConfig(listen="[::1]:65534"))
+    listens = [part_config(config, {"grpc": "x:1"}, "", i).metrics.listen for i in (1, 2)]
+    assert listens == ["[::1]:65535", "[::1]:0"]
+
+
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_all_end_together(how: signal.Signals, tmp_path: Path) -> None:
     daemon = Daemon(server__processes=2, index__data_dir=str(tmp_path)).start()
@@ -166,3 +211,14 @@ def test_all_end_together(how: signal.Signals, tmp_path: Path) -> None:
             time.sleep(0.02)
     finally:
         daemon.kill()
+
+
+async def test_to_be_told_by_the_first_process_and_by_a_signal_is_no_request_to_hurry() -> None:
+    """A terminal or a service manager signals all processes, and the first one tells the others
+    to end too: calls in flight keep their grace time."""
+    one = serve.Daemon(Config(), "scorer", Part(Config(), 1, ""))
+    one._stopping.set()  # as `orphaned` does
+    one._signalled()
+    assert not one._hurry.is_set()
+    one._signalled()
+    assert one._hurry.is_set()
