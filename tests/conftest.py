@@ -7,10 +7,27 @@ from collections.abc import Iterator
 
 import pytest
 import servers
+import structlog
 
 SERVERS = ["valkey", "redis"]
 # Further binaries to run the store's tests against, such as an old Redis, by full path.
 SERVERS += os.environ.get("KVINDEXD_TEST_SERVERS", "").split()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nobody_else(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test asks a daemon, or reads a store, that somebody runs on this machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVINDEXD_SERVER", "127.0.0.1:1")
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data-home")))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def logs_as_before() -> Iterator[None]:
+    """A command that ran in this process has set logging up, for a stream that is closed by now."""
+    yield
+    structlog.reset_defaults()
 
 
 def binary_of(name: str) -> str:
