@@ -464,7 +464,7 @@ def stopped(fleet: Fleet) -> Iterator[Fleet]:
 def test_workers_are_read_from_the_store_where_no_daemon_answers(stopped: Fleet) -> None:
     listed = Process(stopped, "workers", "list", "--json", KVINDEXD_REDIS__URL=stopped.store.url)
     assert listed.end() == 0, listed.err
-    assert "does not answer; this is read from its store" in listed.err[0]
+    assert f"does not answer; this is read from the store {stopped.store.url}" in listed.err[0]
     workers = {w["worker_id"]: w for w in json.loads("".join(listed.out))["workers"]}
     assert set(workers) == {"w0", "w1"}
     w0 = workers["w0"]

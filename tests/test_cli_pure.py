@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import grpc
 import pytest
 import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
 from kvindexd.cli import output
+from kvindexd.cli.client import explain
 from kvindexd.cli.compare import Difference, Incomparable, compare, nearest, sentence
 from kvindexd.cli.explain_page import print_explanation
 from kvindexd.cli.keys import split
@@ -428,3 +430,29 @@ def test_a_bar_on_a_terminal_for_what_takes_long(
             pass
         sys.stderr.write("end")
         assert "quick" not in read()
+
+
+class _Failed(grpc.RpcError):
+    def __init__(self, details: str) -> None:
+        self._details = details
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.UNAVAILABLE
+
+    def details(self) -> str:
+        return self._details
+
+
+@pytest.mark.parametrize(
+    ("details", "mine"),
+    [
+        ("failed to connect to all addresses; last error: UNKNOWN: Connection refused", True),
+        ("errors resolving nosuch.invalid:1: [Domain name not found]", True),
+        ("prompt.text: the engine's /tokenize does not answer: Connection refused", False),
+    ],
+)
+def test_a_daemon_that_cannot_reach_an_engine_is_not_called_unreachable(
+    details: str, mine: bool
+) -> None:
+    said = explain("a:1", _Failed(details))
+    assert said.startswith("cannot reach kvindexd at a:1") if mine else details in said

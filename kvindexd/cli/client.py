@@ -25,11 +25,13 @@ ServerOption = Annotated[
 NamespaceOption = Annotated[str, typer.Option(help="Tenant or routing group.")]
 
 _CANNOT_CONNECT = (
-    "failed to connect",
-    "connection refused",
+    "failed to connect to all addresses",
+    "connections to all backends failing",
     "dns resolution failed",
-    "unreachable",
+    "errors resolving",
 )
+"""How gRPC's own words begin. A daemon that answers may also tell of a refused connection: its own
+to an engine."""
 
 
 class Client(NamedTuple):
@@ -80,7 +82,8 @@ def explain(server: str, error: grpc.RpcError) -> str:
     if code is grpc.StatusCode.UNAVAILABLE and _no_connection(details):
         return (
             f"cannot reach kvindexd at {server}: is it running there? "
-            "Start it with `kvindexd serve`, or name another with --server"
+            "Start it with `kvindexd serve`, or name another with --server; "
+            "give --ca if it speaks TLS, and only then"
         )
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return f"kvindexd at {server} did not answer in time; see its log and `kvindexd doctor`"
@@ -104,5 +107,4 @@ def unreachable(error: grpc.RpcError) -> bool:
 
 
 def _no_connection(details: str) -> bool:
-    low = details.lower()
-    return any(sign in low for sign in _CANNOT_CONNECT)
+    return details.lower().startswith(_CANNOT_CONNECT)

@@ -34,6 +34,7 @@ from kvindexd.store.connect import Limits
 from kvindexd.store.embedded import EmbeddedServer
 from kvindexd.store.keys import META, META_SLOT
 from kvindexd.store.url import parse_url, with_credentials
+from kvindexd.telemetry.logs import mask_secrets
 from kvindexd.v1 import index_pb2 as pb
 
 T = TypeVar("T")
@@ -61,7 +62,8 @@ def ask(
         url = _configured(settings(where.config).config) if unreachable(error) else ""
         if not url:
             fail(explain(where.server, error))
-    note(f"kvindexd at {where.server} does not answer; this is read from its store")
+    store = mask_secrets(url)
+    note(f"kvindexd at {where.server} does not answer; this is read from the store {store}")
     return _from_store(url, stored)
 
 
