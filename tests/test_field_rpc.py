@@ -260,6 +260,10 @@ def test_field_without_workers_it_is_ready_and_says_what_is_missing(tmp_path: Pa
         assert [(s.worker_id, s.reusable_tokens) for s in answer.scores] == [("w", 0)]
         assert answer.prompt_tokens == 49
         one.until(lambda: state(one) == "SYNCING", "told from one that is connected")
+        one.admin.DeregisterWorker(pb.DeregisterWorkerRequest(worker_id="w"), timeout=10)
+        with pytest.raises(grpc.RpcError) as caught:
+            one.index.ScoreWorkers(request(), timeout=10)
+        assert "known models: none" in str(caught.value.details())
 
 
 class Stalled:

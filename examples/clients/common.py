@@ -35,7 +35,7 @@ CHANNEL_OPTIONS = [("grpc.service_config", json.dumps(RETRIES))]
 
 ADVICE = {
     grpc.StatusCode.NOT_FOUND: (
-        "no worker of this model was ever registered; the message lists the models that are "
+        "no worker of this model is registered; the message lists the models that are "
         "known: correct --model, or add the worker (kvindexd workers add)"
     ),
     grpc.StatusCode.UNAVAILABLE: (

@@ -335,7 +335,7 @@ def _unknown(
     near = difflib.get_close_matches(
         key, list(prefer), 1, cutoff=0.75
     ) or difflib.get_close_matches(key, list(known), 1, cutoff=0.4)
-    hint = f"did you mean {near[0]}?" if near else "see: kvindexd config show"
+    hint = f"did you mean {near[0]}?" if near else "all of them: kvindexd config schema"
     return ConfigError(f"unknown setting {key} ({source}); {hint}")
 
 

@@ -92,7 +92,8 @@ class FleetView:
 
     def models(self, namespace: str) -> list[str]:
         """Models that have a registered rank in the namespace."""
-        return sorted(self._replica.models(namespace))
+        scopes = self._replica.scopes()
+        return sorted(s.model for s in scopes if s.namespace == namespace and s.members)
 
     def any_address(self, namespace: str, model: str) -> str | None:
         """host:port of some rank of a model that is live, None where there is none."""

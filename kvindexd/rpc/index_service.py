@@ -40,7 +40,7 @@ class Fleet(Protocol):
         ...
 
     def models(self, namespace: str) -> list[str]:
-        """Models that ever had a worker registered in the namespace."""
+        """Models that have a worker registered in the namespace."""
         ...
 
     def scopes(self) -> list[Scope]:

@@ -220,7 +220,8 @@ class MetricsServer:
             why = self._ready()
             return text(503, why) if why else text(200, "ready")
         found = await self._pages.answer(request) if self._pages is not None else None
-        return found or text(404, "see /metrics, /healthz and /readyz")
+        page = "/ui, " if self._pages is not None else ""
+        return found or text(404, f"see {page}/metrics, /healthz and /readyz")
 
 
 async def _linger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

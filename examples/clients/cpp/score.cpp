@@ -94,7 +94,7 @@ std::string ReadTokens(const std::string& name) {
 const char* Advice(grpc::StatusCode code) {
   switch (code) {
     case grpc::NOT_FOUND:
-      return "no worker of this model was ever registered; the message lists the models that are "
+      return "no worker of this model is registered; the message lists the models that are "
              "known: correct --model, or add the worker (kvindexd workers add)";
     case grpc::UNAVAILABLE:
       return "nothing answers at --address, or no worker can take the request; see whether "

@@ -32,7 +32,7 @@ const RETRIES = {
 
 const ADVICE = {
   NOT_FOUND:
-    "no worker of this model was ever registered; the message lists the models that are known: " +
+    "no worker of this model is registered; the message lists the models that are known: " +
     "correct --model, or add the worker (kvindexd workers add)",
   UNAVAILABLE:
     "nothing answers at --address, or no worker can take the request; see whether kvindexd runs " +
