@@ -158,7 +158,7 @@ def test_field_a_pod_that_is_gone_is_not_credited_and_a_restart_loses_nothing() 
                 engine.publish([stored(n)])
             scorer.until_seq("w", 109)
             assert matched(scorer, 110) == 110
-            assert counter(scorer, "restarts") == 0
+            assert counter(scorer, "restarts") == 0, sidecar.events("engine_restarted")
             assert counter(scorer, "event:BlockStored") == 110
 
             scorer.until(lambda: owns(sidecar, scorer), "owned")

@@ -150,7 +150,11 @@ def test_failing_tokenizers_leave_nothing_private(rig: Rig) -> None:
     rig.chat({"prompt": "the okapi"}, x_request_id="req-envoy")
     rig.daemon.until(lambda: len(rig.tokenizer.asked) >= 2, "asked")
 
-    lines = {line.get("request_id"): line for line in rig.daemon.events("picked_by_load")}
+    def picked() -> dict[str, Any]:
+        return {line.get("request_id", ""): line for line in rig.daemon.events("picked_by_load")}
+
+    rig.daemon.until(lambda: {"req-local", "req-envoy"} <= picked().keys(), "both are told")
+    lines = picked()
     assert lines["req-local"]["why"].startswith("the chat template refuses")
     assert "does not work" in lines["req-envoy"]["why"]
     (failed,) = [e for e in rig.daemon.events("tokenizer_failed") if e["model"] == "m"]
