@@ -135,3 +135,21 @@ async def test_a_new_incarnation_that_begins_during_a_failed_write_is_written(
     await one.flush()
     assert set((await written(store)).residency.holdings.blocks) == {201, 202, 203, 204}
     assert one.lease.last_seq == 0
+
+
+async def test_a_store_that_lost_its_data_and_is_full_is_written_anew_once_it_has_room(
+    store: Store, redis_server: Server
+) -> None:
+    one = await writer(store)
+    await one.apply(frame(0, 0))
+    await one.flush()
+    async with aioredis.Redis.from_url(redis_server.url) as raw:
+        await raw.flushall()
+        await raw.config_set("maxmemory", "1mb")
+        one.save()
+        writing = asyncio.create_task(one.persist())
+        done, _ = await asyncio.wait((writing,), timeout=0.3)
+        assert not done, "what is in memory is the only copy"
+        await raw.config_set("maxmemory", "0")
+    await writing
+    assert set((await written(store)).residency.holdings.blocks) == {1, 2, 3, 4}

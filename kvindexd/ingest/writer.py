@@ -285,7 +285,7 @@ class RankWriter:
                     await self._rewrite(rewind)
                     rewind = None
                 await self.flush()
-            except StoreUnavailable as e:
+            except (StoreUnavailable, StoreFull) as e:  # full: too full to register and acquire
                 if attempt == 0:
                     log.warning(
                         "store_unavailable",
