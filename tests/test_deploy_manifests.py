@@ -3,7 +3,6 @@ port, flag, variable, file and label in them exists on the other side."""
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 import subprocess
@@ -13,10 +12,18 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
-import yaml
-from deployed import DEPLOY, KUBERNETES, container_environment, image_environment, tool
+from deployed import (
+    CHART,
+    DEPLOY,
+    EVERYTHING,
+    container_environment,
+    helm,
+    image_environment,
+    need,
+    objects,
+    run,
+)
 
-from kvindexd._version import __version__
 from kvindexd.cli.main import app
 from kvindexd.cli.serve import _HELP as ROLES
 from kvindexd.config import Config, load, parse_listen
@@ -25,44 +32,8 @@ from kvindexd.security.exposure import check_exposure
 Object = dict[str, Any]
 KUBERNETES_VERSION = "1.37"
 FIELDS = {"POD_NAME": "pod-0", "POD_UID": "u-0", "POD_IP": "10.1.1.1", "MODEL": "m"}
-CHART = DEPLOY / "helm" / "kvindexd"
-EVERYTHING = {
-    "tls.existingSecret": "kvindexd-tls",
-    "auth.existingSecret": "kvindexd-tokens",
-    "redis.url": "rediss://redis.example:6379/0?ssl_ca_certs=/etc/kvindexd/redis/ca.crt",
-    "ingester.allowNetworks[0]": "10.0.0.0/8",
-    "monitoring.podMonitor": "true",
-    "monitoring.prometheusRule": "true",
-    "envoyGateway.enabled": "true",
-    "inferencePool.enabled": "true",
-    "config.limits.max_batch": "5",
-    "config.log.repeat_seconds": "2.5",
-}
 CRDS = {"monitoring.coreos.com", "gateway.envoyproxy.io"}
 CRDS |= {"inference.networking.k8s.io", "gateway.networking.k8s.io"}
-
-
-def need(name: str) -> str:
-    """A tool's path, or the test is skipped."""
-    if not (found := tool(name)):
-        pytest.skip(f"no {name}: make venv installs it on x86-64, or install it on your own")
-    return found
-
-
-def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
-
-
-def objects(text: str) -> list[Object]:
-    return [o for o in yaml.safe_load_all(text) if o]
-
-
-@functools.cache
-def helm(**values: str) -> list[Object]:
-    settings = [f"--set={key}={value}" for key, value in values.items()]
-    done = run(need("helm"), "template", "kvindexd", CHART, "--namespace=inference", *settings)
-    assert done.returncode == 0, done.stderr
-    return objects(done.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -379,42 +350,3 @@ def test_the_sidecar_of_the_chart_is_that_of_the_manifests(
         assert sidecar[key] == container[key], key
     assert container_environment([sidecar], FIELDS) == container_environment([container], FIELDS)
     assert all(v in pod["spec"]["volumes"] for v in made["volumes"])
-
-
-def test_the_chart_is_of_this_version_and_clean() -> None:
-    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    assert (chart["version"], chart["appVersion"]) == (__version__, __version__)
-    overlay = yaml.safe_load(
-        (KUBERNETES / "overlays" / "production" / "kustomization.yaml").read_text()
-    )
-    assert overlay["images"][0]["newTag"] == __version__
-    done = run(need("helm"), "lint", "--strict", CHART, "--set=valkey.enabled=true")
-    assert done.returncode == 0, done.stdout
-
-
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        ("redis.urll=redis://h", "redis"),
-        ("redis.url=http://h", "redis/url"),
-        ("redis.url=redis://user:secret@h:6379", "redis/url"),
-        ("scorer.autoscaling.minReplicas=0", "minReplicas"),
-        ("auth.scoring=maybe", "scoring"),
-    ],
-)
-def test_the_chart_refuses_wrong_values(value: str, said: str) -> None:
-    done = run(need("helm"), "template", "x", CHART, "--set=valkey.enabled=true", f"--set={value}")
-    assert done.returncode != 0
-    assert said in done.stderr.replace(".", "/") or said in done.stderr
-
-
-def test_alerts_are_those_of_prometheus() -> None:
-    """deploy/generate.py has been run since the last change of alerts.yaml."""
-    wanted = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yaml").read_text())["groups"]
-    where = KUBERNETES / "components" / "monitoring" / "prometheusrule.yaml"
-    rule = yaml.safe_load(where.read_text())
-    assert rule["spec"]["groups"] == wanted, "run: python deploy/generate.py"
-    chart = yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())
-    assert chart["groups"] == wanted, "run: python deploy/generate.py"
-    (rendered,) = [o for o in helm(**EVERYTHING) if o["kind"] == "PrometheusRule"]
-    assert rendered["spec"]["groups"] == wanted

@@ -21,6 +21,7 @@ import pytest
 import servers
 from deployed import DEPLOY
 from deployed_fleet import NAMES, TOKEN, Fleet
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from reliability import prompt, stored
 
 from kvindexd.testing.engine import FakeEngine
@@ -144,6 +145,7 @@ def test_nothing_fails_while_every_part_is_restarted(fleet: Fleet) -> None:
         what = f"scorer {index} says {right}"
         servers.wait_until(lambda i=index: _alone(fleet, i, asking.published) == right, what)
     _only_an_admin_steers(fleet)
+    _a_stopping_scorer_answers_who_watches(fleet)
 
 
 def _advance(asking: Asking, answers: int) -> None:
@@ -195,3 +197,19 @@ def _only_an_admin_steers(fleet: Fleet) -> None:
             metadata = [("authorization", f"Bearer {TOKEN}")]
             listed = admin.ListWorkers(request, timeout=5, metadata=metadata).workers
             assert {w.worker_id for w in listed} == set(NAMES)
+
+
+def _a_stopping_scorer_answers_who_watches(fleet: Fleet) -> None:
+    """After NOT_SERVING, calls that were on their way to it are still answered. Stops a scorer."""
+    with _channel(fleet, fleet.ports[3][0]) as channel:
+        service = health_pb2.HealthCheckRequest(service="kvindexd.v1.KVIndex")
+        watch = health_pb2_grpc.HealthStub(channel).Watch(service, timeout=20)
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        process = fleet.scorers[1].process
+        assert process is not None
+        process.terminate()
+        assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        asked = pb.Prompt(model="m", tokens=pb.TokenIds(ids=prompt(1)))
+        request = pb.ScoreWorkersRequest(prompt=asked)
+        assert rpc.KVIndexStub(channel).ScoreWorkers(request, timeout=5).scores
+        assert process.wait(20) == 0
