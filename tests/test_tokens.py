@@ -138,6 +138,8 @@ async def test_a_broken_tokenizer_is_loud_and_tried_again(
     for _ in range(3):
         with pytest.raises(NoTokens, match=r"the tokenizer of model 'm' does not work.*tokenizer"):
             await ids_of(tokens, CHAT, **CHATS["one"])
+    with pytest.raises(NoTokens, match="the tokenizer of model 'm' does not work"):
+        await tokens.ids("", parse(CHAT, json.dumps(CHATS["one"]).encode()))
     assert failures == ["m"]
     with pytest.raises(NotConfigured, match=r"tokens\.models"):
         await tokens.ids("other", parse(CHAT, json.dumps(CHATS["one"]).encode()))

@@ -161,6 +161,8 @@ class Tokens:
 
     async def _known_or_made(self, model: str, request: Request) -> tuple[bytes, bool]:
         """(ids, whether they were known)."""
+        if not model and len(self._states) == 1:
+            model = next(iter(self._states))
         state = self._state(model)
         key = _key(model, request)
         known = self._cache.get(key)
@@ -179,8 +181,6 @@ class Tokens:
         return await asyncio.shield(task), False
 
     def _state(self, model: str) -> _State:
-        if not model and len(self._states) == 1:
-            return next(iter(self._states.values()))
         state = self._states.get(model)
         if state is None:
             raise NotConfigured(
