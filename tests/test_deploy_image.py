@@ -66,6 +66,8 @@ def test_base_images_can_be_pinned_and_constraints_are_used() -> None:
     assert len(versions) == 1, "one Python, or the venv would not run"
     (install,) = [a for name, a in steps if name == "RUN" and "install --constraint" in a]
     assert "--constraint constraints.txt" in install
+    (look,) = [a for name, a in steps if name == "RUN" and "_chain" in a]
+    assert " -I " in look, "without it Python would find the sources, which have no extensions"
 
 
 def test_image_variables_are_settings() -> None:

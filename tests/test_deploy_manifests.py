@@ -222,6 +222,29 @@ def test_objects_find_each_other(built: dict[str, list[Object]], kind: str) -> N
             assert _serves(found, ref["name"], ref["port"]["number"], "ext-proc")
 
 
+# What docs/deploy.md has users make.
+MADE_BY_HAND = {"kvindexd-redis", "kvindexd-tls", "kvindexd-tokens", "kvindexd-valkey"}
+
+
+def test_what_pods_refer_to_is_made(built: dict[str, list[Object]]) -> None:
+    """ConfigMaps and Secrets by name; the engines' are those of the overlay that they join."""
+    documented = (DEPLOY.parent / "docs" / "deploy.md").read_text()
+    documented += (CHART / "values.yaml").read_text()
+    assert all(name in documented for name in MADE_BY_HAND)
+    for kind in KINDS:
+        found = built[kind] + (built["trial"] if kind == "engine" else [])
+        there = {(o["kind"], o["metadata"]["name"]) for o in found}
+        if kind != "trial":
+            there |= {("Secret", name) for name in MADE_BY_HAND}
+        for _, pod in pods(built[kind]):
+            for volume in pod["spec"].get("volumes", ()):
+                if secret := volume.get("secret"):
+                    assert ("Secret", secret["secretName"]) in there
+        for _, _, container in ours(built[kind]):
+            for source in container["envFrom"]:
+                assert ("ConfigMap", source["configMapRef"]["name"]) in there
+
+
 def _matches(selector: dict[str, str], pod: Object) -> bool:
     return selector.items() <= pod["metadata"]["labels"].items()
 
