@@ -2,12 +2,14 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import grpc
 import pytest
@@ -18,6 +20,8 @@ from kvindexd.cli.explain_page import strip
 from kvindexd.cli.main import app
 from kvindexd.cli.options import parse_prompt
 from kvindexd.cli.output import plain
+from kvindexd.config import IndexConfig
+from kvindexd.store.embedded import EmbeddedServer
 from kvindexd.v1 import index_pb2 as pb
 from kvindexd.v1 import index_pb2_grpc
 
@@ -267,6 +271,18 @@ def test_refusals_are_one_line(
         output = run(*command, status=1)
         assert said in output
         assert len(output.splitlines()) == 1
+
+
+def test_a_named_server_is_not_replaced_by_the_store_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    path = Path(urlsplit(EmbeddedServer(Path(IndexConfig().data_dir)).url).path)
+    path.parent.mkdir(parents=True)
+    with socket.socket(socket.AF_UNIX) as store:
+        store.bind(str(path))
+        output = run("workers", "list", "--server", "127.0.0.1:1", status=1)
+    assert output.startswith("error: cannot reach kvindexd at 127.0.0.1:1")
 
 
 def test_no_server() -> None:

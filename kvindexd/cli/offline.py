@@ -16,7 +16,7 @@ import structlog
 import typer
 
 from kvindexd import registration as registrations
-from kvindexd.cli.client import Client, channel, explain, unreachable
+from kvindexd.cli.client import DEFAULT_SERVER, Client, channel, explain, unreachable
 from kvindexd.cli.output import fail, note, progress, settings
 from kvindexd.cli.reading import Where
 from kvindexd.config import Config, ConfigError
@@ -59,7 +59,7 @@ def ask(
         with channel(where.server) as client, progress(f"asking kvindexd at {where.server}"):
             return live(client)
     except grpc.RpcError as error:
-        url = _configured(settings(where.config).config) if unreachable(error) else ""
+        url = _configured(settings(where.config).config, where) if unreachable(error) else ""
         if not url:
             fail(explain(where.server, error))
     store = mask_secrets(url)
@@ -67,14 +67,19 @@ def ask(
     return _from_store(url, stored)
 
 
-def _configured(config: Config) -> str:
-    """The URL of the store that a daemon with these settings uses; "" where it is not there."""
+def _configured(config: Config, where: Where) -> str:
+    """The URL of the store that the daemon asked uses, by its settings; "" where there is none.
+
+    The embedded store of this machine is not the store of whatever server somebody names.
+    """
     r = config.redis
     if r.url:
         try:
             return with_credentials(r.url, r.username, r.password())
         except ConfigError as e:
             fail(str(e))
+    if where.config is None and where.server != DEFAULT_SERVER:
+        return ""
     url = EmbeddedServer(Path(config.index.data_dir)).url
     return url if Path(unquote(urlsplit(url).path)).is_socket() else ""
 
