@@ -26,7 +26,9 @@ from kvindexd.store import (
     UnfitServer,
 )
 from kvindexd.store.keys import feed_key, shard_of, slot_of_shard, worker_keys
+from kvindexd.store.pool import Connector
 from kvindexd.store.replies import ACL
+from kvindexd.store.url import parse_url
 
 KINDS = [k for k in SERVERS if k in ("valkey", "redis")]
 OPTIONS = StoreOptions(shards=6, deadline=20, timeout=1.0, connect_timeout=1.0)
@@ -413,6 +415,24 @@ async def test_tls(tls_server: tuple[servers.Server, bool], certificates: Path) 
         with pytest.raises((StoreUnavailable, StoreDenied)):
             async with Store(url, StoreOptions(deadline=1)):
                 pass
+
+
+@pytest.mark.parametrize("tls_server", ["no"], indirect=True)
+async def test_connections_share_a_tls_context(
+    tls_server: tuple[servers.Server, bool], certificates: Path
+) -> None:
+    """Making one takes tens of milliseconds, in which nobody is answered."""
+    url = parse_url(f"rediss://127.0.0.1:{tls_server[0].port}?ssl_ca_certs={certificates}/ca.crt")
+    connector = Connector(url, connect_timeout=5)
+    links = [await connector.open(url.endpoints[0]) for _ in range(3)]
+    try:
+        assert len({id(link._conn.ssl_context.get()) for link in links}) == 1
+        connector._context_until = 0.0
+        links.append(await connector.open(url.endpoints[0]))
+        assert links[-1]._conn.ssl_context.get() is not links[0]._conn.ssl_context.get()
+    finally:
+        for link in links:
+            await link.drop()
 
 
 @pytest.mark.parametrize("tls_server", ["no"], indirect=True)

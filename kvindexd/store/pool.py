@@ -14,6 +14,9 @@ from redis.exceptions import ResponseError
 
 from kvindexd.store.url import Endpoint, StoreURL
 
+_TLS_AGE = 60.0
+"""Seconds for which connections share one TLS context."""
+
 
 class Link:
     """One connection. Commands on it are strictly one at a time, by its borrower."""
@@ -80,6 +83,8 @@ class Connector:
         self._db = url.db
         self._common: dict[str, Any] = {"client_name": name, "protocol": 2, "socket_timeout": None}
         self._tls = _tls_options(url) if url.tls else None
+        self._context: Any = None  # of TLS, shared: making one takes tens of milliseconds
+        self._context_until = 0.0
 
     async def open(self, endpoint: Endpoint, *, generation: int = 0) -> Link:
         """A new authenticated connection; raises as `Link.call` does."""
@@ -97,6 +102,8 @@ class Connector:
         start, error = time.perf_counter(), ""
         try:
             async with asyncio.timeout(self._timeout):
+                if make is SSLConnection:
+                    conn.ssl_context = await self._tls_context(conn.ssl_context)
                 await conn.connect()
         except BaseException as e:
             error = "cancelled" if isinstance(e, asyncio.CancelledError) else type(e).__name__
@@ -105,6 +112,14 @@ class Connector:
         finally:
             self._observe("connect", time.perf_counter() - start, error)
         return Link(conn, endpoint, generation)
+
+    async def _tls_context(self, fresh: Any) -> Any:
+        """What redis-py makes a context with: `fresh`, once in a while, else the last one. Files
+        are read anew by then, since certificates are renewed."""
+        if self._context is None or time.monotonic() >= self._context_until:
+            await asyncio.to_thread(fresh.get)
+            self._context, self._context_until = fresh, time.monotonic() + _TLS_AGE
+        return self._context
 
 
 def _tls_options(url: StoreURL) -> dict[str, Any]:
