@@ -26,6 +26,8 @@ log = structlog.get_logger(__name__)
 
 _BACKOFF = 30.0
 """Longest pause before a process that ended is started again, in seconds."""
+_END = b"\n"
+"""The line by which a process is told to end."""
 _STEADY = 60.0
 """Seconds after which a process counts as having worked: its next end is a first one again."""
 _MARGIN = 5.0
@@ -149,6 +151,8 @@ class Processes:
         if not ended.done():
             # Not by a signal: it may have had one already, and a second one means "at once".
             if process.stdin is not None:
+                with contextlib.suppress(RuntimeError):  # as in _tell
+                    process.stdin.write(_END)
                 process.stdin.close()
             await asyncio.wait((ended,), timeout=self._grace + _MARGIN)
         if not ended.done():
@@ -178,11 +182,11 @@ async def orphaned(stopping: asyncio.Event, take: Callable[[Config], None]) -> N
     loop = asyncio.get_running_loop()
     pipe = os.fdopen(os.dup(sys.stdin.fileno()), "rb", buffering=0)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
-    while (line := await reader.readline()).endswith(b"\n"):
+    while (line := await reader.readline()).endswith(b"\n") and line != _END:
         take(msgspec.json.decode(line, type=Part).config)
-    if not stopping.is_set():
+    if line != _END and not stopping.is_set():
         log.warning("main_process_gone", cost="this one ends")
-        stopping.set()
+    stopping.set()
 
 
 def main() -> int:

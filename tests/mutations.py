@@ -351,8 +351,8 @@ MUTATIONS = [
     m(
         "health goes on serving until the end",
         "kvindexd/rpc/server.py",
-        "await self._health.enter_graceful_shutdown()\n        self._health.ending.set()",
-        "pass",
+        "await self._health.enter_graceful_shutdown()\n        if self._health.watches:",
+        "if self._health.watches:",
         f"{SHUTDOWN} -k orderly",
     ),
     m(

@@ -209,6 +209,9 @@ def test_all_end_together(how: signal.Signals, tmp_path: Path) -> None:
         while not gone(pid):
             assert time.monotonic() < deadline, "the further process goes on alone"
             time.sleep(0.02)
+        told = bool(daemon.events("main_process_gone"))
+        assert told or how == signal.SIGTERM, "an orderly end is no reason to warn"
+        assert not told or how == signal.SIGKILL
     finally:
         daemon.kill()
 
