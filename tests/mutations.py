@@ -351,8 +351,11 @@ MUTATIONS = [
     m(
         "health goes on serving until the end",
         "kvindexd/rpc/server.py",
-        "await self._health.enter_graceful_shutdown()\n        if self._health.watches:",
-        "if self._health.watches:",
+        "await self._health.enter_graceful_shutdown()\n"
+        "        if self._health.watches:\n"
+        "            await asyncio.sleep(min(_MOVING_ON, self._grace))\n"
+        "        self._health.ending.set()",
+        "pass",
         f"{SHUTDOWN} -k orderly",
     ),
     m(
