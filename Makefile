@@ -60,8 +60,9 @@ browser:
 		google-chrome >/dev/null || .ci/need chromium-headless-shell \
 		|| echo "browser: no Chromium; the tests of the web page are skipped" >&2
 
+# The whole suite side by side, a module at a time: most of it waits. Chosen tests one by one.
 pytest: venv redis browser
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest $(or $(PYTEST_ARGS),-n 3 --dist loadfile)
 
 test: venv proto-check lint types pytest
 
