@@ -304,7 +304,7 @@ def start_cluster(binary: str, masters: int = 3, replicas: int = 0) -> Iterator[
             args = (
                 *VOLATILE,
                 *("--cluster-enabled", "yes", "--cluster-node-timeout", "2000"),
-                # On a busy machine the first elections may fail; without this, so do all after 30 s.
+                # On a busy machine first elections may fail; without this, so do all after 30 s.
                 *("--cluster-replica-validity-factor", "0"),
                 *("--repl-diskless-sync-delay", "0"),
             )
