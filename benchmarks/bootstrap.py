@@ -118,7 +118,9 @@ def bootstrap(entries: int, *, ranks: int = 64, distinct: int = 64) -> dict[str,
 def run(*, quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
     """Growing stores: ranks with blocks of their own, and fleets where eight ranks share theirs."""
     out: dict[str, Any] = {}
-    cases = [(256_000, 64)] if quick else [(256_000, 64), (1_000_000, 64), (6_400_000, 8)]
+    cases = [(256_000, 64)]
+    if not quick:
+        cases += [(1_000_000, 64), (6_400_000, 8), (10_000_000, 8)]
     for entries, distinct in cases:
         name = str(entries) if distinct == 64 else f"{entries}_shared_by_{64 // distinct}"
         out[name] = bootstrap(entries, distinct=distinct)

@@ -88,10 +88,14 @@ class Feeder:
         return dict(json.loads(self.process.stdout.readline()))
 
     def stop(self) -> None:
-        """End it."""
+        """End it, in the midst of its work if need be."""
         assert self.process.stdin is not None
         self.process.stdin.close()
-        self.process.wait(10)
+        try:
+            self.process.wait(1)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ class Subscriber:
             _close(socket, monitor)
 
     async def receive(
-        self, within: float | None = None, max_frames: int = 256, max_bytes: int = 4 << 20
+        self, within: float | None = None, max_frames: int = 64, max_bytes: int = 1 << 20
     ) -> Delivery:
         """Wait for something to happen, then take all that is there, within bounds.
 

@@ -40,7 +40,7 @@ _ROOM = 2 * BURST_RECORDS
 """Records on their way to the store, or waiting for it, beyond which nothing more is applied."""
 _SAVE_EVERY = 64
 """Batches after which the sequencer's history is saved anyway."""
-_YIELD_SECONDS = 0.004
+_YIELD_SECONDS = 0.001
 """How long applying may hold the event loop before others get a turn."""
 
 
