@@ -16,6 +16,7 @@ import struct
 import subprocess
 import sys
 
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 UID = "65532"
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 
@@ -24,12 +25,17 @@ def main() -> None:
     """Never returns."""
     venv, *command = sys.argv[1:]
     mount("--make-rprivate", "/")
+    kept = keep(ROOT, venv)
     for folder in ("/opt", "/var/lib"):
         mount("-t", "tmpfs", "tmpfs", folder)
     os.symlink(venv, "/opt/kvindexd")
     os.mkdir("/var/lib/kvindexd", 0o700)
     os.chown("/var/lib/kvindexd", int(UID), int(UID))
     mount("-t", "tmpfs", "-o", "mode=1777", "tmpfs", "/tmp")
+    for folder, place in kept.items():  # this checkout may lie in what is hidden now
+        if not os.path.exists(folder):
+            os.makedirs(folder)
+            mount("--bind", place, folder)
     mount("-o", "remount,ro,bind", "/")
     mount("-o", "remount,ro", "/opt")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
@@ -39,6 +45,16 @@ def main() -> None:
     dropped += ["--bounding-set", capability, "--inh-caps", capability]
     dropped += ["--ambient-caps", capability]
     os.execvp(dropped[0], [*dropped, *command])
+
+
+def keep(*folders: str) -> dict[str, str]:
+    """Another way to each folder, for when its own is hidden: folder -> place under /mnt."""
+    mount("-t", "tmpfs", "tmpfs", "/mnt")
+    places = {folder: f"/mnt/{n}" for n, folder in enumerate(folders)}
+    for folder, place in places.items():
+        os.mkdir(place)
+        mount("--bind", folder, place)
+    return places
 
 
 def mount(*arguments: str) -> None:
