@@ -375,6 +375,23 @@ def test_a_straggler_of_the_process_before_is_not_taken_for_a_gap() -> None:
     assert applied(s.live(frame(1, 501.0), 0.0)) == [1]
 
 
+@pytest.mark.parametrize("replay", [True, False])
+def test_what_a_lost_connection_had_left_in_its_queue_is_no_restart(replay: bool) -> None:
+    """Its frames come among those of the new connection, or all of them after."""
+    s = fed(range(200), replay=replay)
+    s.connected(10.0)
+    s.replay_ended(1, COMPLETE, 10.0)
+    s.live(frame(900), 10.0)
+    for request in range(2, 4):
+        s.replay_ended(request, COMPLETE, 10.0)
+    assert s.last_seq == 900
+    outs = [s.live(frame(i), 11.0) for i in range(200, 400)]
+    assert all(out == [Dropped(200 + n, "late")] for n, out in enumerate(outs))
+    assert applied(s.live(frame(901), 12.0)) == [901]
+    later = [s.live(frame(i, 10.0 + i, "new"), 100.0) for i in range(20)]
+    assert [r for out in later for r in only(out, Restarted)], "after a while it is one"
+
+
 def test_a_restart_under_a_clock_that_was_set_back_is_recognised_in_the_end() -> None:
     s = fed(range(200), replay=False, late_limit=16)
     outs = [s.live(frame(i, 10.0 + i, "new"), 0.0) for i in range(20)]

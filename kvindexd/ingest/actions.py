@@ -26,7 +26,8 @@ class SequencerConfig(msgspec.Struct, frozen=True, kw_only=True):
     compare. `history`: applied batches remembered. `buffer_*`: bounds of the live frames that
     wait for a replay. `suspect_grace`: how long an engine with an empty buffer may prove that it
     is the one we knew. `late_limit`: an unbroken run of late frames this long is a restart under
-    a clock that was set back.
+    a clock that was set back. `leftover`: how long after a reconnection it is none, since the queue
+    of the connection before may still hold as many.
     """
 
     replay: bool
@@ -38,6 +39,7 @@ class SequencerConfig(msgspec.Struct, frozen=True, kw_only=True):
     backoff_max: float = 60.0
     suspect_grace: float = 2.0
     late_limit: int = 16
+    leftover: float = 60.0
 
 
 class SequencerState(msgspec.Struct, frozen=True, array_like=True):

@@ -57,8 +57,7 @@ class Sequencer:
         self._heard = False  # a frame ahead of ours came since the last (re)connection
         self._suspect_until: float | None = None
         self._suspected = False
-        self._late_run = 0
-        self._late_seq = -1
+        self._late_run, self._late_seq, self._leftover_until = 0, -1, 0.0
 
     # -- what can be asked -------------------------------------------------------------------
 
@@ -114,14 +113,14 @@ class Sequencer:
     def connected(self, now: float) -> list[Action]:
         """The subscription was (re)connected: ask what the engine holds, even if it is idle."""
         out: list[Action] = []
-        if not self._config.replay:
-            return out
-        self._sync_pending = True
-        self._heard = False
-        if self._flight is not None:
-            self._ask_again = True
-        else:
-            self._ask("connect", out)
+        if self.last_seq >= 0:
+            self._leftover_until = now + self._config.leftover
+        if self._config.replay:
+            self._sync_pending, self._heard = True, False
+            if self._flight is not None:
+                self._ask_again = True
+            else:
+                self._ask("connect", out)
         return out
 
     def live(self, frame: Frame, now: float) -> list[Action]:
@@ -250,7 +249,9 @@ class Sequencer:
 
     def _late(self, frame: Frame, now: float, out: list[Action]) -> None:
         """Behind, and not newer: dropped. A long unbroken run of these is a clock set back."""
-        self._late_run = self._late_run + 1 if frame.seq > self._late_seq else 1
+        # What the connection before had left in a queue comes after, or among, what is new.
+        run = self._late_run if now >= self._leftover_until else -1
+        self._late_run = run + 1 if frame.seq > self._late_seq else 1
         self._late_seq = frame.seq
         if frame.ts is not None and self._late_run >= self._config.late_limit:
             self._restart("clock_back", frame, now, out)
