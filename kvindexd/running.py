@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 from collections.abc import Callable, Iterator
 
@@ -19,6 +21,8 @@ from kvindexd.telemetry import configure_logging, mask_secrets, tell_rest
 
 log = structlog.get_logger(__name__)
 
+_M_ARENA_MAX = -8
+"""Of mallopt(3)."""
 _EXPECTED = (ConfigError, StoreError, InvalidRegistration, OSError)
 
 
@@ -45,6 +49,7 @@ def run(
         # Calls and batches leave no cycles to speak of; looking for them among millions of blocks
         # is what would hold the loop up.
         gc.set_threshold(50_000, 20, 100)
+        _few_arenas()
         daemon = Daemon(config, role, part, load)
         uvloop.run(daemon.run())
     except Exception as error:
@@ -52,6 +57,13 @@ def run(
     finally:
         tell_rest()
     return 0
+
+
+def _few_arenas() -> None:
+    """gRPC's many threads each take memory from an arena of their own, and what short calls leave
+    in these is not used again by others: a million cancelled calls cost 100 MB more."""
+    with contextlib.suppress(AttributeError, OSError):  # no glibc
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 def failed(role: Role, error: Exception, *, started: bool) -> int:

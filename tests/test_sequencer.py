@@ -375,6 +375,37 @@ def test_a_straggler_of_the_process_before_is_not_taken_for_a_gap() -> None:
     assert applied(s.live(frame(1, 501.0), 0.0)) == [1]
 
 
+def test_a_replay_that_has_overtaken_the_stream_does_not_make_it_late() -> None:
+    """Far behind a flood: the buffer begins beyond what waits in our own queue."""
+    s = fed(range(10))
+    ask = asked(s.live(frame(20), 0.0))
+    s.live(frame(21), 0.0)
+    out = s.replayed(ask.request_id, frame(500), 0.0)
+    assert only(out, Lost) == [Lost(10, 19, "not_in_buffer")], "the hole, and no more"
+    assert applied(out) == [20, 21]
+    assert only(out, CancelReplay)
+    for i in range(22, 500):
+        assert applied(s.live(frame(i), 0.5)) == [i]
+    again = asked(s.tick(s.wake_at or 0.0))
+    for i in range(again.start, 503):
+        s.replayed(again.request_id, frame(i), 2.0)
+    assert s.replay_ended(again.request_id, COMPLETE, 2.0) == []
+    assert (s.last_seq, s.unverified) == (502, False)
+
+
+def test_a_stream_that_has_dried_up_is_not_waited_for() -> None:
+    """The publisher dropped the rest and is idle: what replay has is all there will be."""
+    s = fed(range(10))
+    ask = asked(s.live(frame(20), 0.0))
+    s.replayed(ask.request_id, frame(500), 0.0)
+    assert s.last_seq == 20
+    again = asked(s.tick(s.wake_at or 0.0))
+    out = [a for i in range(500, 503) for a in s.replayed(again.request_id, frame(i), 2.0)]
+    assert only(out, Lost) == [Lost(21, 499, "not_in_buffer")]
+    s.replay_ended(again.request_id, COMPLETE, 2.0)
+    assert s.last_seq == 502
+
+
 @pytest.mark.parametrize("replay", [True, False])
 def test_what_a_lost_connection_had_left_in_its_queue_is_no_restart(replay: bool) -> None:
     """Its frames come among those of the new connection, or all of them after."""

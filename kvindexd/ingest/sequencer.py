@@ -49,12 +49,10 @@ class Sequencer:
         self._order = Order(config.history, state)
         self._proven = state.proven  # the replay server has returned batches before
         self._flight: Flight | None = None
-        self._requests = 0
-        self._failures = 0
-        self._retry_at = 0.0
+        self._requests, self._failures, self._retry_at = 0, 0, 0.0
         self._sync_pending = False  # connected, and not compared with the engine since
         self._ask_again = False  # reconnected while a request was under way
-        self._heard = False  # a frame ahead of ours came since the last (re)connection
+        self._live_top, self._passed = -1, -1  # newest live frame of this connection; _overtaken
         self._suspect_until: float | None = None
         self._suspected = False
         self._late_run, self._late_seq, self._leftover_until = 0, -1, 0.0
@@ -116,7 +114,7 @@ class Sequencer:
         if self.last_seq >= 0:
             self._leftover_until = now + self._config.leftover
         if self._config.replay:
-            self._sync_pending, self._heard = True, False
+            self._sync_pending, self._live_top, self._passed = True, -1, -1
             if self._flight is not None:
                 self._ask_again = True
             else:
@@ -179,7 +177,7 @@ class Sequencer:
             self._failures, self._retry_at = 0, now
             if flight.why == "repair":
                 self._order.missed = -1
-            heard = self._heard and self._order.held and not self._proven
+            heard = self._live_top >= 0 and self._order.held and not self._proven
             if flight.start <= flight.top and flight.returned == 0 and not heard:
                 self._nothing_there(flight, now, out)
                 return out
@@ -217,7 +215,7 @@ class Sequencer:
     # -- live frames -------------------------------------------------------------------------
 
     def _ahead(self, frame: Frame, now: float, out: list[Action]) -> None:
-        self._heard = True
+        self._live_top = frame.seq
         if self._flight is not None:
             self._hold(frame, now, out)
         elif self._suspected:
@@ -284,8 +282,14 @@ class Sequencer:
             order.report_gap(frame.seq, out)
             self._ask("gap", out)
             return
-        if not flight.verified and flight.start <= flight.last and flight.why != "gap":
-            self._adopt_unverified(frame, out)
+        if self.last_seq + 1 < frame.seq and self._passed != self._live_top < frame.seq - 1:
+            self._overtaken(now, out)
+            return
+        unproven = not flight.verified and flight.start <= flight.last and flight.why != "gap"
+        if unproven and frame.seq == self.last_seq + 1:
+            # Nothing in it can be compared. Either the engine's buffer happened to begin there, or
+            # another process got that far: rare both, and only a clear is right in both.
+            self._reset("unverified", out)
         order.close_holes(frame.seq, "not_in_buffer", out)
         self._apply(frame, True, out)
         flight.applied += 1
@@ -299,14 +303,13 @@ class Sequencer:
             flight.verified = True
         self._order.missed = -1
 
-    def _adopt_unverified(self, frame: Frame, out: list[Action]) -> None:
-        """The reply begins exactly where we left off, so nothing in it can be compared.
-
-        Either the engine's buffer happened to begin there, or another process got that far: rare
-        both, and only a clear is right in both.
-        """
-        if frame.seq == self.last_seq + 1:
-            self._reset("unverified", out)
+    def _overtaken(self, now: float, out: list[Action]) -> None:
+        """The buffer begins beyond what has come live: we are behind, and what lies between is on
+        its way. Go on with that, and ask again soon; if nothing came by then, it is not."""
+        self._passed = self._live_top
+        self._cancel(out)
+        self._sync_pending, self._retry_at = True, now + self._config.backoff_base
+        self._order.give_up("not_in_buffer", out)
 
     def _replaced(self, flight: Flight, frame: Frame, now: float, out: list[Action]) -> None:
         """The engine holds other batches under numbers that we applied: it was restarted."""
@@ -379,13 +382,9 @@ class Sequencer:
         self._failures = min(self._failures + 1, 32)
         self._retry_at = now + wait * self._rng.uniform(0.5, 1.0)
 
-    # -- order -------------------------------------------------------------------------------
-
     def _apply(self, frame: Frame, replayed: bool, out: list[Action]) -> None:
         self._late_run = 0
         self._order.hand_out(frame, replayed, out)
-
-    # -- incarnations ------------------------------------------------------------------------
 
     def _forget(self, reason: str, out: list[Action]) -> None:
         """A new incarnation: nothing that was asked for, held or applied speaks of it."""
