@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -24,18 +25,18 @@ DEADLINE = 30.0
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on; its cluster-bus neighbour (+10000) is free too."""
-    while True:
-        with socket.socket() as a, socket.socket() as b:
-            a.bind(("127.0.0.1", 0))
-            port = int(a.getsockname()[1])
-            if port > 55_000:
-                continue
-            try:
+    """A port that nobody listens on, and 10,000 above it another one, for the cluster's bus; both
+    below those that Linux gives to outgoing connections."""
+    for _ in range(200):
+        port = random.randrange(5_000, 15_000)
+        try:
+            with socket.socket() as a, socket.socket() as b:
+                a.bind(("127.0.0.1", port))
                 b.bind(("127.0.0.1", port + 10_000))
-            except OSError:
-                continue
             return port
+        except OSError:
+            continue
+    raise OSError("no free port between 5,000 and 15,000")
 
 
 def wait_until(condition: Callable[[], Any], what: str = "", deadline: float = DEADLINE) -> Any:
