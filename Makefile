@@ -62,7 +62,7 @@ browser:
 
 # The whole suite side by side, a module at a time: most of it waits. Chosen tests one by one.
 pytest: venv redis browser
-	$(PY) -m pytest $(or $(PYTEST_ARGS),-n 3 --dist loadfile)
+	$(PY) -m pytest $(or $(PYTEST_ARGS),-n 2 --dist loadfile)
 
 test: venv proto-check lint types pytest
 

@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -422,8 +423,10 @@ def test_a_bar_on_a_terminal_for_what_takes_long(
         shown = ""
         with output.progress("reading") as advance:
             advance(1, 2)
-            while "reading" not in shown:
+            until = time.monotonic() + 30
+            while not ("reading" in shown and "50%" in shown) and time.monotonic() < until:
                 shown += read()
+        assert "reading" in shown
         assert "50%" in shown
         monkeypatch.setattr(output, "_PATIENCE", 60.0)
         with output.progress("quick"):
