@@ -9,7 +9,6 @@ one engine restarts in place. What stands in the page is what the commands print
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
 import os
 import re
@@ -18,15 +17,16 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+import grpc
 import msgspec
 
 from kvindexd.demo import DATA
 from kvindexd.testing.conformance import Capture
 from kvindexd.testing.engine import FakeEngine
+from kvindexd.testing.serving import serving, wait_for
+from kvindexd.v1 import index_pb2_grpc
 
 ROOT = Path(__file__).parents[1]
 MODEL = "kimi-like"
@@ -108,44 +108,6 @@ class Session:
         return f"```console\n$ {command}\n{text}\n```"
 
 
-@contextlib.contextmanager
-def daemon(folder: Path) -> Iterator[str]:
-    """`kvindexd serve` with an embedded store; its gRPC address."""
-    settings = {
-        "SERVER__LISTEN": "127.0.0.1:0",
-        "METRICS__LISTEN": "",
-        "EXT_PROC__LISTEN": "",
-        "INDEX__DATA_DIR": str(folder / "data"),
-        "LOG__FORMAT": "json",
-    }
-    environment = os.environ | {f"KVINDEXD_{k}": v for k, v in settings.items()}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvindexd.cli.main", "serve"],
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        for line in process.stderr or ():
-            record: dict[str, Any] = json.loads(line) if line.startswith("{") else {}
-            if record.get("event") == "ready":
-                yield str(record["grpc"])
-                return
-        raise SystemExit("kvindexd serve ended before it was ready")
-    finally:
-        process.terminate()
-        process.communicate(timeout=30)
-
-
-def wait(session: Session, worker: str, seq: int) -> None:
-    """Until a batch of a worker is visible."""
-    deadline = time.monotonic() + 30
-    while f'"last_seq": {seq},' not in session.ask(f"kvindexd workers show {worker} --json"):
-        if time.monotonic() > deadline:
-            raise SystemExit(f"{worker}: batch {seq} is not visible after 30 s")
-        time.sleep(0.1)
-
-
 def publish(engine: FakeEngine, name: str, frames: int) -> None:
     """What an engine had emitted up to there, as of now."""
     for frame in Capture(DATA / name).frames[:frames]:
@@ -159,7 +121,9 @@ def record(folder: Path) -> str:
     tokens = array("I", Capture(DATA / "c_kimi768_default").packed["B"]).tolist()
     (folder / "prompt.json").write_text(json.dumps(tokens))
     (folder / "sent.json").write_text(json.dumps(tokens[1:]))
-    with daemon(folder) as address, FakeEngine() as e0, FakeEngine() as e1:
+    with serving(folder) as ready, FakeEngine() as e0, FakeEngine() as e1:
+        address = ready["grpc"]
+        admin = index_pb2_grpc.KVIndexAdminStub(grpc.insecure_channel(address))
         engines = {"w0": e0, "w1": e1}
         hide = {address: "127.0.0.1:50051"}
         for number, engine in enumerate(engines.values()):
@@ -174,7 +138,7 @@ def record(folder: Path) -> str:
             )
             engine.wait_subscribed()
             publish(engine, *FRAMES[name])
-            wait(session, name, FRAMES[name][1] - 1)
+            wait_for(admin, name, FRAMES[name][1] - 1)
         answers = {
             "who": session.ask("kvindexd explain @prompt.json"),
             "why": session.ask("kvindexd score @prompt.json --explain"),
@@ -183,7 +147,7 @@ def record(folder: Path) -> str:
         }
         e0.restart()
         publish(e0, FRAMES["w0"][0], 1)
-        wait(session, "w0", 0)
+        wait_for(admin, "w0", 0)
         answers["restart"] = session.ask("kvindexd workers show w0")
     return PAGE.format(tokens=f"{len(tokens):,}", **answers)
 

