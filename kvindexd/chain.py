@@ -20,10 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 import xxhash
 
-try:
-    from kvindexd import _chain as _native
-except ImportError:  # no compiler where it was installed
-    _native = None  # type: ignore[assignment]
+from kvindexd.native import chain as _native
 
 UNIT = 16
 """Tokens per chain unit unless a worker's block sizes force a smaller one."""

@@ -6,13 +6,9 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 from kvindexd.model import ADD, REMOVE, EngineHash, GroupInfo, Plane, Slot
+from kvindexd.native import dense as _native
 from kvindexd.planes import COUNT_BITS, COUNT_MASK, Membership, memberships
 from kvindexd.records import Block, counts, pack_mutation
-
-try:
-    from kvindexd import _dense as _native
-except ImportError:  # no compiler where it was installed
-    _native = None  # type: ignore[assignment]  # a module's absence has no type
 
 MAX_SLOTS = 255
 MAX_PLANES = 255

@@ -14,12 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvindexd.model import ADD, MUTATION, EngineHash, Profile
+from kvindexd.native import dense as _native
 from kvindexd.planes import COUNT_BITS, COUNT_MASK, memberships
-
-try:
-    from kvindexd import _dense as _native
-except ImportError:  # no compiler where it was installed
-    _native = None  # type: ignore[assignment]  # a module's absence has no type
 
 HAS_NAME, HAS_DIGEST = 1, 2
 UNBOUND = b"\0unbound:"

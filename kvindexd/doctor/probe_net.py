@@ -11,9 +11,8 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvindexd.doctor.facts import Dial, Engine, Missing, Samples
-from kvindexd.ingest.engine_metrics import EngineMetricsError, read_page
+from kvindexd.ingest.engine_metrics import EngineMetricsError, get, read_page
 
-_LONGEST = 65_536
 _CACHE_CONFIG = "vllm:cache_config_info"
 
 
@@ -114,19 +113,12 @@ async def samples(address: str, within: float) -> Samples | Missing:
 
 async def ready(address: str, within: float) -> str:
     """ "" or what /readyz complains of, in its own words."""
-    host, _, port = address.rpartition(":")
     try:
-        async with asyncio.timeout(within):
-            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-            try:
-                writer.write(f"GET /readyz HTTP/1.0\r\nHost: {address}\r\n\r\n".encode())
-                answer = (await reader.read(_LONGEST)).decode("utf-8", "replace")
-            finally:
-                writer.close()
+        head, body = await get(address, "/readyz", within)
     except TimeoutError:
         return f"no answer within {within:g} s"
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, EngineMetricsError) as e:
         return str(e)
-    head, _, body = answer.partition("\r\n\r\n")
-    status = head.partition("\r\n")[0]
-    return "" if " 200 " in f"{status} " else body.strip() or status or "an empty answer"
+    status = head.partition(b"\r\n")[0].decode("utf-8", "replace")
+    said = body.decode("utf-8", "replace").strip()
+    return "" if " 200 " in f"{status} " else said or status or "an empty answer"

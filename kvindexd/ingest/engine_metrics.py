@@ -88,6 +88,28 @@ def parse_page(text: str, dp_rank: int = 0) -> EngineLoad:
     return EngineLoad(int(running or 0), int(waiting or 0), min(1.0, usage or 0.0))
 
 
+async def get(
+    address: str, path: str, within: float, gate: Gate | None = None
+) -> tuple[bytes, bytes]:
+    """Head and body of whatever http://address/path answers. Raises TimeoutError, within so many
+    seconds, OSError, Forbidden, ValueError for a port that is none, EngineMetricsError for a page
+    that is too large."""
+    host, _, port = address.rpartition(":")
+    async with asyncio.timeout(within):
+        where = await (gate or Gate()).host(host.strip("[]"))
+        reader, writer = await asyncio.open_connection(where, int(port))
+        try:
+            writer.write(
+                f"GET {path} HTTP/1.0\r\nHost: {address}\r\nAccept: text/plain\r\n\r\n".encode()
+            )
+            await writer.drain()
+            raw = await _all_of(reader)
+        finally:
+            writer.close()
+    head, _, body = raw.partition(b"\r\n\r\n")
+    return head, body
+
+
 async def read_page(address: str, path: str, within: float, gate: Gate | None = None) -> str:
     """The page at http://address/path. Raises EngineMetricsError, within so many seconds; also for
     an address that `gate` forbids."""
@@ -95,24 +117,13 @@ async def read_page(address: str, path: str, within: float, gate: Gate | None = 
     if not host or not port.isdigit():
         raise EngineMetricsError(f"address {address!r} has no port")
     try:
-        async with asyncio.timeout(within):
-            where = await (gate or Gate()).host(host.strip("[]"))
-            reader, writer = await asyncio.open_connection(where, int(port))
-            try:
-                writer.write(
-                    f"GET {path} HTTP/1.0\r\nHost: {address}\r\nAccept: text/plain\r\n\r\n".encode()
-                )
-                await writer.drain()
-                raw = await _all_of(reader)
-            finally:
-                writer.close()
+        head, body = await get(address, path, within, gate)
     except TimeoutError:
         raise EngineMetricsError(f"no answer within {within:g} s") from None
     except Forbidden as e:
         raise EngineMetricsError(str(e)) from None
     except OSError as e:
         raise EngineMetricsError(f"cannot connect to {address}: {e}") from None
-    head, _, body = raw.partition(b"\r\n\r\n")
     status = head.split(b"\r\n")[0].split(b" ")
     if len(status) < 2 or status[1] != b"200":
         said = head.split(b"\r\n")[0][:80].decode("latin-1")
