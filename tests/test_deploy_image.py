@@ -150,6 +150,7 @@ def test_it_runs_without_root_and_with_a_read_only_root(container: Container) ->
     status = Path(f"/proc/{container.process.pid}/status").read_text()
     assert f"Uid:\t{UID}\t{UID}\t{UID}\t{UID}" in status
     assert "NoNewPrivs:\t1" in status
+    # Folders of the image, not of this machine.
     for place in ("/opt/kvindexd/x", "/etc/x", "/root/x", "/var/x"):
         tried = container.run("/opt/kvindexd/bin/python", "-c", f"open({place!r}, 'w')")
         assert tried.returncode == 1, place

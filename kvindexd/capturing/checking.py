@@ -143,7 +143,7 @@ class _Check:
                 self._probe(record)
             elif (rank := self.ranks.get(getattr(record, "src", ""))) is not None:
                 rank.take(record)
-                self.frames[record.src] += isinstance(record, FrameRecord)  # type: ignore[union-attr]
+                self.frames[record.src] += isinstance(record, FrameRecord)  # type: ignore[union-attr]  # one with `src`
 
     def _probe(self, probe: ProbeRecord) -> None:
         rank, query = self.ranks.get(probe.src), self._queries.get(probe.prompt)

@@ -82,7 +82,7 @@ def _with_options(command: Any) -> Any:
         p.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints.get(p.name, p.annotation))
         for p in signature.parameters.values()
     ]
-    wrapped.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
+    wrapped.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]  # for typer
     wrapped.__annotations__ = hints | _OPTIONS
     return wrapped
 

@@ -134,7 +134,7 @@ def events(asked: Asked) -> Iterator[pb.TailWorkerResponse]:
             note(f"lost: {why}; trying again for {asked.patience:g} s")
         if time.monotonic() - lost_at + pause > asked.patience:
             fail(f"not back within {asked.patience:g} s: {why}")
-        time.sleep(pause)
+        time.sleep(pause)  # a command of its own: nothing else runs in it
         pause = min(_LAST_PAUSE, 2 * pause)
 
 

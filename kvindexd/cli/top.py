@@ -132,7 +132,7 @@ def _stream(
         if interval is None:
             return
         while True:
-            time.sleep(interval)
+            time.sleep(interval)  # what --interval asks for
             found = watched.poll()
             if isinstance(found, Snapshot):
                 snapshot, problem = found, ""

@@ -33,8 +33,6 @@ from kvindexd.telemetry import Metrics
 
 log = structlog.get_logger(__name__)
 
-__all__ = ["IngestSettings", "RankIngest"]
-
 _BEATS_BARRED = 5
 """Heartbeats between looks at an endpoint that is forbidden."""
 _NO_EVENTS = "prompts score 0 here until it publishes"

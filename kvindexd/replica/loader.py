@@ -80,6 +80,7 @@ class Loader:
         records: list[bytes] = []
         try:
             book.position(view, snapshot.epoch, snapshot.revision, snapshot.profile)
+            # Declared as an iterator, which needs no aclose; it is a generator.
             async with aclosing(snapshot.blocks()) as pairs:  # type: ignore[type-var]
                 async for field, record in pairs:
                     fields.append(field)

@@ -53,7 +53,7 @@ def _split(fields: Mapping[bytes, bytes | None]) -> tuple[list[bytes], list[byte
     if not fields:
         return [], []
     if None not in fields.values():
-        return list(chain.from_iterable(fields.items())), []  # type: ignore[arg-type]
+        return list(chain.from_iterable(fields.items())), []  # type: ignore[arg-type]  # no None
     sets: list[bytes] = []
     dels: list[bytes] = []
     for name, record in fields.items():

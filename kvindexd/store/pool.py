@@ -61,7 +61,7 @@ class Link:
 
 def pack(*args: str | bytes | int | float) -> bytes:
     """One command in wire form."""
-    packed: bytes = hiredis.pack_command(args)  # type: ignore[arg-type]
+    packed: bytes = hiredis.pack_command(args)  # type: ignore[arg-type]  # takes numbers too
     return packed
 
 
