@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import structlog
+import waiting
 from daemon import capture_folder
 from typer.testing import CliRunner
 
@@ -20,6 +21,7 @@ from kvindexd.cli.main import app
 from kvindexd.registration import Registration
 
 DEADLINE = 30.0
+until = functools.partial(waiting.until, deadline=DEADLINE)
 
 
 def write(path: Path, records: Sequence[Record], **header: Any) -> Path:
@@ -36,15 +38,6 @@ def convert(name: str, path: Path, mask: Mask | None = None) -> Path:
     records = list(found.records())
     masked = [mask.record(r) for r in records] if mask else records
     return write(path, masked, sources=found.header.sources, masked=mask is not None)
-
-
-def until(condition: Callable[[], Any], what: str) -> Any:
-    end = time.monotonic() + DEADLINE
-    while time.monotonic() < end:
-        if found := condition():
-            return found
-        time.sleep(0.01)
-    raise AssertionError(f"{what}: not within {DEADLINE} s")
 
 
 def records_of(path: Path) -> list[Record]:

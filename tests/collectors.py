@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent import futures
 from typing import Any, NamedTuple
 
@@ -67,15 +67,6 @@ class Collector(service_grpc.TraceServiceServicer):
                 return found
             time.sleep(0.02)
         raise AssertionError(f"no {sorted(names - found.keys())} among {sorted(found)}")
-
-
-def until(condition: Callable[[], Any], what: str, deadline: float = 20.0) -> Any:
-    end = time.monotonic() + deadline
-    while time.monotonic() < end:
-        if found := condition():
-            return found
-        time.sleep(0.02)
-    raise AssertionError(f"{what}: not within {deadline} s")
 
 
 def _attributes(pairs: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,20 @@ class Daemon:
             return worker if worker.last_seq == seq else None
 
         return self.until(visible, f"{worker_id}#{dp_rank} at seq {seq}")
+
+    def page(self, path: str = "/metrics") -> str:
+        """A page of the metrics port."""
+        url = f"http://{self.ready['metrics']}{path}"
+        with urllib.request.urlopen(url, timeout=10) as page:
+            text: str = page.read().decode()
+        return text
+
+    def metric(self, series: str) -> float:
+        """One series of the metrics page, with its labels; 0 when it is not there."""
+        for line in self.page().splitlines():
+            if line.startswith(series + " "):
+                return float(line.rpartition(" ")[2])
+        return 0.0
 
     def score(self, tokens: bytes | list[int], **options: Any) -> dict[str, pb.WorkerScore]:
         """ScoreWorkers; scores by worker id (`id#rank` for ranks above 0)."""

@@ -47,6 +47,31 @@ def hold(daemon: Daemon, engine: FakeEngine, worker: str, *prompts: Sequence[int
     daemon.until_seq(worker, seq)
 
 
+class Holding:
+    """What a gateway and a picker in a test have in common: a daemon, and engines that hold."""
+
+    daemon: Daemon
+    engines: dict[str, FakeEngine]
+
+    def hold(self, worker: str, tokens: Sequence[int]) -> None:
+        """Have a worker hold a prompt, and wait until every worker is live."""
+        hold(self.daemon, self.engines[worker], worker, tokens)
+
+        def live() -> bool:
+            return all(s.state == pb.LIVE for s in self.daemon.score(tokens).values())
+
+        # A worker that is still catching up comes behind those that are not.
+        self.daemon.until(live, "all workers live")
+
+    def active(self) -> dict[str, int]:
+        """In-flight blocks by worker."""
+        return {k: s.active_blocks for k, s in self.daemon.score(fresh(1)).items()}
+
+    def released(self) -> None:
+        """Wait until nothing is in flight."""
+        self.daemon.until(lambda: not any(self.active().values()), "everything released")
+
+
 def request(tokens: Sequence[int], **fields: Any) -> pb.PickWorkerRequest:
     """A PickWorker request; fields of the request, its ScoreOptions and `candidates` alike."""
     options = {

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from typing import Any
+import functools
+from collections.abc import AsyncIterator, Iterable, Mapping
+
+import waiting
 
 from kvindexd.discovery.source import Source
 from kvindexd.discovery.wanted import Wanted
+
+until = functools.partial(waiting.becomes, deadline=20.0)
 
 
 class Reported:
@@ -51,11 +54,3 @@ async def reporting(source: Source) -> AsyncIterator[Reported]:
     finally:
         task.cancel()
         await asyncio.wait((task,))
-
-
-async def until(condition: Callable[[], Any], what: str = "") -> None:
-    """Wait for a condition, with a deadline."""
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end, what or "condition"
-        await asyncio.sleep(0.005)

@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,9 +92,7 @@ class Fleet:
 
     def counted(self, name: str) -> float:
         """A counter's sum over the labels that `name` leaves open."""
-        with urllib.request.urlopen(f"http://{self.daemon.ready['metrics']}/metrics") as page:
-            text = page.read().decode()
-        found = re.findall(rf"^kvindexd_{name} (\S+)$", text, re.M)
+        found = re.findall(rf"^kvindexd_{name} (\S+)$", self.daemon.page(), re.M)
         return sum(map(float, found))
 
     def run(self, command: Sequence[str], content: Any, *flags: str, address: str = "") -> Ran:

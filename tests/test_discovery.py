@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,13 +88,12 @@ class Fleet:
 
     def metric(self, name: str, **labels: str) -> float:
         """One sample of the metrics page."""
-        with urllib.request.urlopen(f"http://{self.daemon.ready['metrics']}/metrics") as page:
-            for line in page.read().decode().splitlines():
-                found = re.fullmatch(r"kvindexd_(\w+)(?:\{(.*)\})? (\S+)", line)
-                if found and found[1] == name:
-                    has = dict(re.findall(r'(\w+)="([^"]*)"', found[2] or ""))
-                    if has == labels:
-                        return float(found[3])
+        for line in self.daemon.page().splitlines():
+            found = re.fullmatch(r"kvindexd_(\w+)(?:\{(.*)\})? (\S+)", line)
+            if found and found[1] == name:
+                has = dict(re.findall(r'(\w+)="([^"]*)"', found[2] or ""))
+                if has == labels:
+                    return float(found[3])
         return 0.0
 
 

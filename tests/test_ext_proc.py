@@ -9,7 +9,6 @@ import queue
 import socket
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import grpc
 import pytest
 from daemon import Daemon, serving
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from picks import fresh, hold
+from picks import Holding, fresh
 
 from kvindexd.extproc.v1 import ext_proc_pb2 as ep
 from kvindexd.rpc.ext_proc.messages import DESTINATION, SERVED, SERVICE
@@ -108,7 +107,7 @@ def error_of(response: ep.ProcessingResponse) -> tuple[int, dict[str, Any]]:
     return immediate.status.code, json.loads(immediate.body)["error"]
 
 
-class Fleet:
+class Fleet(Holding):
     """A daemon, its picker's channel, and the engines a and b."""
 
     def __init__(self, daemon: Daemon, engines: dict[str, FakeEngine]) -> None:
@@ -123,22 +122,6 @@ class Fleet:
             yield stream
         finally:
             stream.call.cancel()
-
-    def hold(self, worker: str, tokens: Sequence[int]) -> None:
-        hold(self.daemon, self.engines[worker], worker, tokens)
-
-        def live() -> bool:
-            return all(s.state == pb.LIVE for s in self.daemon.score(tokens).values())
-
-        # A worker that is still catching up comes behind those that are not.
-        self.daemon.until(live, "all workers live")
-
-    def active(self) -> dict[str, int]:
-        """In-flight blocks by worker."""
-        return {k: s.active_blocks for k, s in self.daemon.score(fresh(1)).items()}
-
-    def released(self) -> None:
-        self.daemon.until(lambda: not any(self.active().values()), "everything released")
 
     def buffered(self, body: bytes, **more: Any) -> ep.ProcessingResponse:
         """One request in BUFFERED mode; the answer to the body."""
@@ -511,9 +494,7 @@ def test_the_served_endpoint_takes_the_load(fleet: Fleet) -> None:
 
 def outcomes(fleet: Fleet, worker: str) -> int:
     """Requests that were promised 64 to 255 tokens more than the engine reported."""
-    url = f"http://{fleet.daemon.ready['metrics']}/metrics"
-    with urllib.request.urlopen(url, timeout=5) as response:
-        text = response.read().decode()
+    text = fleet.daemon.page()
 
     def up_to(bound: str) -> int:
         name = f'kvindexd_predicted_vs_actual_tokens_bucket{{le="{bound}",worker="{worker}#0"}} '

@@ -188,7 +188,6 @@ def test_field_token_ids_are_neither_stored_nor_logged_nor_shown(
     """O5: not in the index, not in the log at debug level, not on the metrics page, not in the
     shell; bad events, whose content an error might quote, included. Only a store that waits for
     its parent is kept as it came, for `limits.parked_age` at most."""
-    import urllib.request
 
     first = 987_654_321
     tokens = [first + i for i in range(64)]
@@ -205,8 +204,7 @@ def test_field_token_ids_are_neither_stored_nor_logged_nor_shown(
         assert score.matched_tokens == 64
         shown = cli(daemon, "workers", "show", "o5", "--json") + score.reason
         shown += cli(daemon, "block", f"{chain.prompt_keys(tokens)[0]:016x}")
-        with urllib.request.urlopen(f"http://{daemon.ready['metrics']}/metrics") as page:
-            shown += page.read().decode()
+        shown += daemon.page()
         shown += "\n".join([*map(str, daemon.records), *daemon.other])
         assert not any(str(t) in shown for t in tokens)
         content = b"".join(_everything(redis))

@@ -342,13 +342,9 @@ def test_field_a_lasting_failure_is_told_once(stalled: Stalled) -> None:
 def test_field_a_gateway_that_tokenises_otherwise_shows(daemon: Daemon) -> None:
     """C12: a prompt without the engine's first token misses at block 0; the answer says so, and
     the share of such prompts is a metric."""
-    import urllib.request
 
     def zero_share() -> tuple[float, float]:
-        with urllib.request.urlopen(f"http://{daemon.ready['metrics']}/metrics") as page:
-            lines = dict(
-                line.rsplit(" ", 1) for line in page.read().decode().splitlines() if line[0] != "#"
-            )
+        lines = dict(line.rsplit(" ", 1) for line in daemon.page().splitlines() if line[0] != "#")
         name = "kvindexd_matched_ratio"
         return float(lines[name + '_bucket{le="0.0"}']), float(lines[name + "_count"])
 

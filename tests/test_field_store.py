@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -56,14 +55,6 @@ def daemon(redis: servers.Server) -> Iterator[Daemon]:
 def follow(daemon: Daemon, engine: FakeEngine, name: str, **fields: Any) -> None:
     daemon.register(name, engine.endpoint(), replay_endpoint=engine.replay_endpoint(), **fields)
     engine.wait_subscribed()
-
-
-def metric(daemon: Daemon, line: str) -> float:
-    with urllib.request.urlopen(f"http://{daemon.ready['metrics']}/metrics", timeout=5) as page:
-        for text in page.read().decode().splitlines():
-            if text.startswith(line + " "):
-                return float(text.rpartition(" ")[2])
-    return 0.0
 
 
 def commands(redis: servers.Server) -> dict[str, int]:
@@ -128,7 +119,7 @@ def test_field_callers_whose_time_is_up_cost_nothing(daemon: Daemon) -> None:
         )
         daemon.index.ScoreWorkers(request, timeout=10)
         name = 'kvindexd_score_requests_total{code="OK"}'
-        before = metric(daemon, name)
+        before = daemon.metric(name)
         daemon.pause()
         try:
             stub = daemon.index
@@ -141,7 +132,7 @@ def test_field_callers_whose_time_is_up_cost_nothing(daemon: Daemon) -> None:
         daemon.index.ScoreWorkers(request, timeout=10)
         assert time.monotonic() - began < 5
         # Some are handed to the service together with their cancellation.
-        assert metric(daemon, name) - before <= 150
+        assert daemon.metric(name) - before <= 150
 
 
 def test_field_a_crowd_with_deadlines_of_a_millisecond_is_shed(daemon: Daemon) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -196,8 +195,7 @@ def test_events_leave_nothing_private(rig: Rig) -> None:
     assert rig.daemon.score(TOKENS)["a-m"].matched_tokens == 64
     rig.daemon.until(lambda: rig.daemon.events("frame_refused"), "told")
     check(rig.output())
-    page = urllib.request.urlopen(f"http://{rig.daemon.ready['metrics']}/metrics", timeout=10)
-    check(page.read().decode())
+    check(rig.daemon.page())
 
 
 def test_bad_configuration_leaves_nothing_private(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -90,13 +89,6 @@ def code_of(call: Any, *args: Any) -> tuple[grpc.StatusCode, str]:
     return caught.value.code(), caught.value.details()
 
 
-def metric(daemon: Daemon, name: str) -> float:
-    """One series of the metrics page; 0 when it is not there."""
-    page = urllib.request.urlopen(f"http://{daemon.ready['metrics']}/metrics").read().decode()
-    found = [line.rsplit(" ", 1)[1] for line in page.splitlines() if line.startswith(name + " ")]
-    return float(found[0]) if found else 0.0
-
-
 # -- exactness over the wire ------------------------------------------------------------------
 
 
@@ -147,13 +139,13 @@ def test_one_cached_block_is_worth_one_in_flight_until_completion(fleet: Fleet) 
 
 def test_shared_prefixes_are_counted_once_and_leases_end(fleet: Fleet) -> None:
     tokens = fresh(6)
-    ended = metric(fleet.daemon, 'kvindexd_leases_ended_total{why="lease"}')
+    ended = fleet.daemon.metric('kvindexd_leases_ended_total{why="lease"}')
     for tail in (fresh(1), fresh(2)):
         pick(fleet.daemon, tokens + tail, candidates=["b"], lease=Duration(nanos=400_000_000))
     assert fleet.daemon.score(tokens)["b"].active_blocks == 9
     fleet.daemon.until(lambda: fleet.daemon.score(tokens)["b"].active_blocks == 0, "lease ends")
     name = 'kvindexd_leases_ended_total{why="lease"}'
-    fleet.daemon.until(lambda: metric(fleet.daemon, name) == ended + 2, "both are counted")
+    fleet.daemon.until(lambda: fleet.daemon.metric(name) == ended + 2, "both are counted")
 
 
 # -- predictions ------------------------------------------------------------------------------
@@ -233,7 +225,7 @@ def test_prediction_that_no_event_confirms_expires(fleet: Fleet) -> None:
     fleet.daemon.until(lambda: fleet.daemon.score(tokens)["a"].predicted_tokens == 0, "expiry")
     assert time.monotonic() - began < 2
     fleet.daemon.until(
-        lambda: metric(fleet.daemon, 'kvindexd_predictions_total{outcome="expired"}') >= 10,
+        lambda: fleet.daemon.metric('kvindexd_predictions_total{outcome="expired"}') >= 10,
         "metric",
     )
 
@@ -329,7 +321,7 @@ def test_request_ids_are_kept_or_made_and_a_retry_moves_the_load(fleet: Fleet) -
     assert len(made) == 5
     assert all(made)
     assert pick(fleet.daemon, tokens, request_id="mine", candidates=["b"]).worker.worker_id == "b"
-    picked = metric(fleet.daemon, 'kvindexd_picks_total{worker="a#0"}')
+    picked = fleet.daemon.metric('kvindexd_picks_total{worker="a#0"}')
     assert picked >= 1
     for request_id in made:
         complete(fleet.daemon, request_id)
@@ -356,15 +348,15 @@ def test_worker_whose_engine_reports_otherwise_is_resynced_and_heals(fleet: Flee
         complete(fleet.daemon, got.request_id, cached_tokens=0, prompt_tokens=321)
     fleet.daemon.until(lambda: fleet.daemon.events("worker_drifting"), "drift logged")
     fleet.daemon.until(lambda: fleet.daemon.worker("a").counters["resyncs"] == 1, "resync")
-    assert metric(fleet.daemon, 'kvindexd_predicted_vs_actual_tokens_count{worker="a#0"}') == 6
+    assert fleet.daemon.metric('kvindexd_predicted_vs_actual_tokens_count{worker="a#0"}') == 6
     fleet.daemon.until(
-        lambda: metric(fleet.daemon, 'kvindexd_worker_drifting{worker="a#0"}') == 1, "gauge"
+        lambda: fleet.daemon.metric('kvindexd_worker_drifting{worker="a#0"}') == 1, "gauge"
     )
     for _ in range(10):
         got = pick(fleet.daemon, tokens, candidates=["a"])
         complete(fleet.daemon, got.request_id, cached_tokens=got.worker.reusable_tokens)
     fleet.daemon.until(
-        lambda: metric(fleet.daemon, 'kvindexd_worker_drifting{worker="a#0"}') == 0, "healed"
+        lambda: fleet.daemon.metric('kvindexd_worker_drifting{worker="a#0"}') == 0, "healed"
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import urllib.request
 from collections.abc import Iterator
 
 import pytest
@@ -36,14 +35,6 @@ def detail(daemon: Daemon, worker: str, words: str) -> str:
     return str(daemon.until(found, f"{worker}: {words}"))
 
 
-def metric(daemon: Daemon, line: str) -> float:
-    with urllib.request.urlopen(f"http://{daemon.ready['metrics']}/metrics", timeout=5) as page:
-        for text in page.read().decode().splitlines():
-            if text.startswith(line + " "):
-                return float(text.rpartition(" ")[2])
-    return 0.0
-
-
 def test_four_kinds_of_silence_are_told_apart(daemon: Daemon) -> None:
     with FakeEngine() as silent, FakeEngine() as useless, FakeEngine() as idle:
         daemon.register("never", f"tcp://127.0.0.1:{free_ports(1)}")
@@ -72,7 +63,7 @@ def test_four_kinds_of_silence_are_told_apart(daemon: Daemon) -> None:
         assert "treat_as" in text
         (line,) = daemon.events("none_admitted")
         assert "scores 0" in line["cost"]
-        assert metric(daemon, 'kvindexd_worker_nothing_indexed{worker="useless#0"}') == 1
+        assert daemon.metric('kvindexd_worker_nothing_indexed{worker="useless#0"}') == 1
 
         detail(daemon, "idle", "last message")
         assert state(daemon, "idle") == "LIVE"
@@ -80,7 +71,7 @@ def test_four_kinds_of_silence_are_told_apart(daemon: Daemon) -> None:
         assert matched(daemon, 1, "idle") == 1
         states = {state(daemon, w) for w in ("silent", "useless", "idle")}
         assert states == {"LIVE"}
-        assert metric(daemon, 'kvindexd_worker_nothing_indexed{worker="idle#0"}') == 0
+        assert daemon.metric('kvindexd_worker_nothing_indexed{worker="idle#0"}') == 0
 
 
 def test_an_engine_that_is_gone_is_left_out_after_the_grace_and_returns(daemon: Daemon) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -11,6 +12,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import numpy as np
 import pytest
+import waiting
 from servers import DURABLE, VALKEY, Server, server, start_cluster
 
 from kvindexd.model import (
@@ -47,6 +49,7 @@ PROFILE = Profile(
 )
 PACKED = msgspec.msgpack.encode(PROFILE)
 DEADLINE = 20.0
+until = functools.partial(waiting.becomes, deadline=DEADLINE)
 FAST = ReplicaOptions(poll=0.05, block=0.2)
 
 
@@ -62,13 +65,6 @@ def parse(raw: bytes) -> Registered:
 
 def registration(model: str) -> bytes:
     return msgspec.json.encode(Registered(model))
-
-
-async def until(condition: Callable[[], object], what: str = "") -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {DEADLINE} s: {what or condition}"
-        await asyncio.sleep(0.005)
 
 
 class Rank:

@@ -24,14 +24,6 @@ from kvindexd.telemetry import Metrics
 from kvindexd.testing.engine import FakeEngine
 from kvindexd.tokens.http import HttpClient, HttpError
 
-INDEX, ADMIN = "kvindexd.v1.KVIndex", "kvindexd.v1.KVIndexAdmin"
-A, S, R = (f"{role}-0123456789abcdef" for role in ("admin", "score", "read"))
-READING = {
-    "ListWorkers", "GetWorker", "GetBlock", "WalkChain", "IndexStats", "WatchWorkers", "Audit",
-    "TailWorker",
-}  # fmt: skip
-
-
 WIDE = ("0.0.0.0/0", "::/0")
 
 

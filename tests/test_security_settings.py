@@ -12,12 +12,7 @@ from kvindexd.cli.main import app
 from kvindexd.config import ConfigError, load
 from kvindexd.security.exposure import check_exposure, in_clear, is_loopback
 
-INDEX, ADMIN = "kvindexd.v1.KVIndex", "kvindexd.v1.KVIndexAdmin"
-A, S, R = (f"{role}-0123456789abcdef" for role in ("admin", "score", "read"))
-READING = {
-    "ListWorkers", "GetWorker", "GetBlock", "WalkChain", "IndexStats", "WatchWorkers", "Audit",
-    "TailWorker",
-}  # fmt: skip
+A, R = "admin-0123456789abcdef", "read-0123456789abcdef"
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 
 import grpc
 import pytest
-from collectors import Collector, Seen, collecting, until
+from collectors import Collector, Seen, collecting
 from daemon import Daemon, serving
 from picks import fresh, hold, request
 from test_ext_proc import BUFFERED, Fleet, ep, headers, response_headers
 from tokenize_server import TokenizeServer, tokenizing
+from waiting import until
 
 from kvindexd import tracing
 from kvindexd.config import ConfigError, TracingConfig, load

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import zmq
+from waiting import becomes as until
 
 from kvindexd.ingest.actions import (
     Action,
@@ -79,13 +80,6 @@ async def listening(subscriber: Subscriber) -> AsyncIterator[Listener]:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-
-
-async def until(condition: Callable[[], Any], what: str = "condition") -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come true"
-        await asyncio.sleep(0.005)
 
 
 async def subscribed(engine: FakeEngine) -> None:

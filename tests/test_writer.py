@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 import redis.asyncio as aioredis
 from reliability import stored
 from servers import Server
+from waiting import becomes as until
 
 from kvindexd.ingest.actions import SequencerState
 from kvindexd.ingest.counting import RankCounters
@@ -44,12 +45,6 @@ def frame(seq: int, first: int, count: int = 4) -> Frame:
     root = stored(first, count) | {"parent_block_hash": None}
     payload = encode_batch(1.0 + seq, [root])
     return Frame(b"", seq, payload, 1.0 + seq, seq, 0.0)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - it changes without telling
-            await asyncio.sleep(0.002)
 
 
 async def written(store: Store) -> RankWriter:
