@@ -76,6 +76,11 @@ async def by_stream(
             if len(answers) == before:
                 sys.exit("the server ended the stream without an answer: see its log")
         except grpc.aio.AioRpcError as e:
+            if e.code() is grpc.StatusCode.INTERNAL:
+                # So grpc.aio says that it could not write, and hides why the server ended the
+                # stream. A call of its own tells, or brings the answer.
+                answers.append(await index.ScoreWorkers(requests[len(answers)], **options))
+                continue
             attempt = 1 if len(answers) > before else attempt + 1
             if e.code() not in RETRYABLE or attempt >= ATTEMPTS:
                 raise
